@@ -1,0 +1,1 @@
+"""Functional GRPO for language models in JAX and Flax."""

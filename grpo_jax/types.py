@@ -1,0 +1,108 @@
+"""The stages of one training batch, as NamedTuples of arrays.
+
+An array carries its axes as a suffix of its name:
+
+    P  prompts in a batch            V  vocabulary
+    G  completions of each prompt    L  layers
+    S  prompt length, left-padded    H  attention heads
+    T  completion length,            K  key/value heads
+       right-padded                  D  hidden size
+
+`logp_PGT` has three axes, `reward_PG` two, a name without a suffix is a scalar. A field below is named for the
+smallest thing that is meaningful (`mask_T` of one sequence); a batch of them has the leading axes P and G.
+
+A NamedTuple is a pytree without registration, so `jax.vmap`, `jax.jit` and `jax.tree.map` take these as they are.
+Left out on purpose: methods that hide work, a base class, and a second annotation system.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Array = jax.Array
+Params = Any  # a pytree of arrays
+
+
+class Mean(NamedTuple):
+    """A mean that has not been divided yet: `total / weight`.
+
+    Pairs are added over sequences, micro-batches, devices and processes, and divided once at the end, so that
+    the value never depends on how the work was cut up.
+    """
+
+    total: Array
+    weight: Array
+
+    def value(self) -> Array:
+        """`total / weight`; 0 where the weight is 0 (nothing was there to average), with a zero gradient."""
+        empty = self.weight == 0
+        return jnp.where(empty, 0.0, self.total / jnp.where(empty, 1.0, self.weight))
+
+
+def add_means(left: Any, right: Any) -> Any:
+    """Adds two pytrees of `Mean`, pair by pair."""
+    return jax.tree.map(jnp.add, left, right)
+
+
+class Prompts(NamedTuple):
+    """One row a prompt, never repeated for its group. Left-padded, so that every prompt ends at S − 1."""
+
+    tokens_PS: Array  # int32
+    mask_PS: Array  # bool, true on real tokens
+
+
+class Rollout(NamedTuple):
+    """What the sampler returns.
+
+    `mask_PGT` is true up to and including the stop token and comes from lengths, never from comparing ids.
+    `logp_PGT` is the log-probability of each token under the distribution it was drawn from (temperature and
+    filters included). `stopped_PG` is false where the length limit cut the completion off ("truncated").
+    """
+
+    prompts: Prompts
+    tokens_PGT: Array  # int32
+    mask_PGT: Array  # bool
+    logp_PGT: Array  # float32
+    stopped_PG: Array  # bool
+
+
+class Sample(NamedTuple):
+    """What a loss sees of one completion. Fields that an objective does not read stay `None`.
+
+    Fixed for the batch: `mask_T` (bool, true on trained tokens), `old_logp_T` (log π_old), `ref_logp_T` (log π_ref),
+    `sampler_logp_T` (log-probability under the program that sampled), `weight_T` (detached weight of each
+    token's surrogate), `adv` (a scalar, or one advantage a token), `reward_T` (NaN where no step ends),
+    `stopped` (false if truncated), `age` (updates between the sampling policy and this batch's first),
+    `old_value_T` and `return_T` (of a critic). Of the current parameters, filled in by the train step and
+    differentiable: `entropy_T`, `value_T`.
+    """
+
+    mask_T: Array
+    old_logp_T: Array
+    ref_logp_T: Array | None = None
+    sampler_logp_T: Array | None = None
+    weight_T: Array | None = None
+    adv: Array | float = 0.0
+    reward_T: Array | None = None
+    stopped: Array | None = None
+    age: Array | None = None
+    old_value_T: Array | None = None
+    return_T: Array | None = None
+    entropy_T: Array | None = None
+    value_T: Array | None = None
+
+
+class Batch(NamedTuple):
+    """A rollout and its samples; every leaf has the leading axes P, G (prompts: P)."""
+
+    rollout: Rollout
+    samples: Sample
+
+
+class TrainState(NamedTuple):
+    """Arrays only: no functions, no optimiser inside. `step` counts optimiser updates."""
+
+    step: Array
+    params: Params
+    opt_state: Any
