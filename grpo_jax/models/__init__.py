@@ -1,1 +1,6 @@
+"""Decoders as pure functions, and their weights on disk."""
 
+from grpo_jax.models.decoder import DecoderConfig, decoder
+from grpo_jax.models.language_model import LanguageModel
+
+__all__ = ["DecoderConfig", "LanguageModel", "decoder"]

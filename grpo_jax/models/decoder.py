@@ -1,0 +1,278 @@
+"""A Llama decoder as pure functions: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+One Flax (Linen) module describes a block; it is given its attention as a function, so that encoding a prompt, training on
+a completion and decoding one token run the same block. Layers are stacked and scanned with rematerialisation for
+training (one layer is compiled, one layer's activations live), and unstacked for decoding (no weight is copied per token).
+
+A completion attends to its prompt's keys and to its own in two parts that share one softmax: the prompt's keys are
+neither repeated nor concatenated, so under `vmap` over a group the prompt part is one matrix product for all queries.
+
+Left out on purpose: mixture of experts, sliding windows, dropout, quantised weights.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.types import Array, Params
+
+MASKED = -1e30  # a finite score: a row without any key gives a finite, unused output instead of NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """The architecture, under Hugging Face's names.
+
+    `rope_scaling` is None or `("llama3", factor, low_freq_factor, high_freq_factor, original_max_position_embeddings)`.
+    `dtype` is that of the parameters and activations; norms, softmax, logits and rotary angles are float32.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: tuple | None = None
+    tie_word_embeddings: bool = True
+    attention_bias: bool = False
+    max_position_embeddings: int = 2048
+    dtype: str = "float32"
+
+    def __post_init__(self):
+        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                      "num_key_value_heads", "head_dim", "max_position_embeddings"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{field} must be a positive integer, got {value!r}")
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim must be even for rotary positions, got {self.head_dim}")
+        if self.rope_scaling is not None and (len(self.rope_scaling) != 5 or self.rope_scaling[0] != "llama3"):
+            raise ValueError(f"rope_scaling must be None or ('llama3', 4 numbers), got {self.rope_scaling!r}")
+        if self.dtype not in ("float32", "bfloat16", "float16"):
+            raise ValueError(f"dtype must be 'float32', 'bfloat16' or 'float16', got {self.dtype!r}")
+
+
+class PromptCache(NamedTuple):
+    """A prompt's keys and values in every layer, and which of them are real tokens."""
+
+    k_LKSd: Array
+    v_LKSd: Array
+    mask_S: Array
+
+
+def rms_norm(x_TD: Array, scale_D: Array, eps: float) -> Array:
+    """`x / sqrt(mean(x²) + eps) · scale`, computed in float32 (Zhang & Sennrich 2019, 1910.07467)."""
+    x = x_TD.astype(jnp.float32)
+    x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x.astype(x_TD.dtype) * scale_D
+
+
+def rope_frequencies(config: DecoderConfig) -> Array:
+    """`theta^(−2i/d)`, i < d/2 (Su et al. 2021, 2104.09864), with Llama 3's stretch of long wavelengths if configured."""
+    d = config.head_dim
+    frequency = config.rope_theta ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
+    if config.rope_scaling is None:
+        return frequency
+    _, factor, low, high, original = config.rope_scaling
+    turns = original * frequency / (2 * jnp.pi)  # full turns within the original context
+    kept = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
+    return kept * frequency + (1 - kept) * frequency / factor
+
+
+def rotate(x_THd: Array, angle_Tf: Array) -> Array:
+    """Rotates the pairs (x_i, x_{i+d/2}) of each head by its position's angles."""
+    cos, sin = jnp.cos(angle_Tf)[:, None, :], jnp.sin(angle_Tf)[:, None, :]
+    first, second = jnp.split(x_THd.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_THd.dtype)
+
+
+def attend(q_TKhd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
+    """Softmax attention over the union of several sets of keys, merged by their log-sum-exp.
+
+    `parts` holds (k_KSd, v_KSd, mask broadcastable to [T, S]) each; h = H/K query heads share one key head. With scores
+    s_j of part j and m their common maximum: out = Σ_j exp(s_j − m) v_j / Σ_j Σ exp(s_j − m). Returns [T, K, h, d].
+    """
+    scale = q_TKhd.shape[-1] ** -0.5
+    scores = []
+    for k_KSd, _, mask_TS in parts:
+        score = jnp.einsum("tkhd,ksd->khts", q_TKhd, k_KSd, preferred_element_type=jnp.float32) * scale
+        scores.append(jnp.where(mask_TS, score, MASKED))
+    top = scores[0].max(-1, keepdims=True)
+    for score in scores[1:]:
+        top = jnp.maximum(top, score.max(-1, keepdims=True))
+    top = jax.lax.stop_gradient(top)
+    out, total = 0.0, 0.0
+    for score, (_, v_KSd, _) in zip(scores, parts, strict=True):
+        weight = jnp.exp(score - top)
+        total = total + weight.sum(-1)
+        out = out + jnp.einsum(
+            "khts,ksd->tkhd", weight.astype(v_KSd.dtype), v_KSd, preferred_element_type=jnp.float32
+        )
+    return (out / jnp.moveaxis(total, -1, 0)[..., None]).astype(q_TKhd.dtype)
+
+
+class Block(nn.Module):
+    """One pre-norm layer. `attention(q_TKhd, k_KTd, v_KTd) -> (out_TKhd, kept)` decides what the queries see.
+
+    With `fused`, q/k/v and gate/up are one matrix each: the layout that decoding reads.
+    """
+
+    config: DecoderConfig
+    fused: bool = False
+
+    @nn.compact
+    def __call__(self, x_TD: Array, angle_Tf: Array, attention: Callable) -> tuple[Array, Any]:
+        c = self.config
+        D, F, d = c.hidden_size, c.intermediate_size, c.head_dim
+        H, K = c.num_attention_heads, c.num_key_value_heads
+        matrix = nn.initializers.lecun_normal()
+
+        def linear(x, parts, bias):
+            """Products with several matrices (name, columns), as one where they are stored as one."""
+            names, sizes = [name for name, _ in parts], [size for _, size in parts]
+            groups = [("_".join(names), sum(sizes))] if self.fused else parts
+            outs = []
+            for name, size in groups:
+                y = x @ self.param(name, matrix, (x.shape[-1], size), c.dtype)
+                if bias:
+                    y = y + self.param(f"{name}_bias", nn.initializers.zeros, (size,), c.dtype)
+                outs.append(y)
+            return jnp.split(outs[0], [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)], -1) if self.fused else outs
+
+        h = rms_norm(x_TD, self.param("input_norm", nn.initializers.ones, (D,), c.dtype), c.rms_norm_eps)
+        q, k, v = linear(h, [("q", H * d), ("k", K * d), ("v", K * d)], c.attention_bias)
+        q = rotate(q.reshape(-1, H, d), angle_Tf).reshape(-1, K, H // K, d)
+        k = rotate(k.reshape(-1, K, d), angle_Tf).swapaxes(0, 1)
+        out, kept = attention(q, k, v.reshape(-1, K, d).swapaxes(0, 1))
+        x_TD = x_TD + out.reshape(-1, H * d) @ self.param("o", matrix, (H * d, D), c.dtype)
+
+        h = rms_norm(x_TD, self.param("post_norm", nn.initializers.ones, (D,), c.dtype), c.rms_norm_eps)
+        gate, up = linear(h, [("gate", F), ("up", F)], False)
+        return x_TD + (nn.silu(gate) * up) @ self.param("down", matrix, (F, D), c.dtype), kept
+
+
+FUSED = (("q", "k", "v"), ("gate", "up"))
+
+
+@lru_cache(maxsize=64)  # equal configurations give one model, hence one compilation of what takes it as a static argument
+def decoder(config: DecoderConfig, *, remat: bool = True, scan: bool = True) -> LanguageModel:
+    """The functions of a decoder (see `LanguageModel`).
+
+    Parameters: `{"embed": [V, D], "layers": {name: [L, ...]}, "norm": [D], "head": [D, V] unless tied}`, matrices stored
+    (in, out). `remat` keeps only each layer's input for the backward pass and computes the rest again: about a third
+    more arithmetic, and memory that does not grow with the layers' inner sizes. `scan=False` unrolls the layers (longer
+    compilation; XLA's cost analysis, which counts a loop's body once, then counts every layer).
+    """
+    frequencies = partial(rope_frequencies, config)
+    block, fused_block = Block(config), Block(config, fused=True)
+
+    def init(key: Array) -> Params:
+        embed_key, layer_key, head_key = jax.random.split(key, 3)
+        V, D = config.vocab_size, config.hidden_size
+        x, angle = jnp.zeros((1, D), config.dtype), jnp.zeros((1, config.head_dim // 2))
+        layer = lambda k: block.init(k, x, angle, lambda q, k, v: (q, None))["params"]
+        params = {
+            "embed": nn.initializers.normal(D**-0.5)(embed_key, (V, D), config.dtype),
+            "layers": jax.vmap(layer)(jax.random.split(layer_key, config.num_hidden_layers)),
+            "norm": jnp.ones((D,), config.dtype),
+        }
+        if not config.tie_word_embeddings:
+            params["head"] = nn.initializers.lecun_normal()(head_key, (D, V), config.dtype)
+        return params
+
+    def run_layers(layers: Params, x_TD: Array, body: Callable, extra: Any) -> tuple[Array, Any]:
+        """`body(x, layer, extra_of_layer) -> (x, kept)` over the stacked layers."""
+        body = jax.checkpoint(body) if remat else body
+        step = lambda x, inputs: body(x, *inputs)
+        return jax.lax.scan(step, x_TD, (layers, extra), unroll=1 if scan else config.num_hidden_layers)
+
+    def embed(params: Params, tokens_T: Array) -> Array:
+        return params["embed"].at[tokens_T].get(mode="clip")
+
+    def final_norm(params: Params, x_TD: Array) -> Array:
+        return rms_norm(x_TD, params["norm"], config.rms_norm_eps)
+
+    def prefill(params: Params, tokens_S: Array, mask_S: Array) -> tuple[Array, PromptCache]:
+        chex.assert_rank([tokens_S, mask_S], 1)
+        S = tokens_S.shape[0]
+        angle = (jnp.cumsum(mask_S) - 1)[:, None] * frequencies()
+        mask_SS = jnp.tril(jnp.ones((S, S), bool)) & mask_S[None, :]
+
+        def body(x, layer, _):
+            attention = lambda q, k, v: (attend(q, [(k, v, mask_SS)]), (k, v))
+            return block.apply({"params": layer}, x, angle, attention)
+
+        x, (k, v) = run_layers(params["layers"], embed(params, tokens_S), body, None)
+        return final_norm(params, x), PromptCache(k, v, mask_S)
+
+    def extend(params: Params, cache: PromptCache, tokens_T: Array) -> Array:
+        chex.assert_rank(tokens_T, 1)
+        T = tokens_T.shape[0]
+        angle = (cache.mask_S.sum() + jnp.arange(T))[:, None] * frequencies()
+        causal_TT = jnp.tril(jnp.ones((T, T), bool))
+
+        def body(x, layer, prompt_kv):
+            attention = lambda q, k, v: (attend(q, [(*prompt_kv, cache.mask_S), (k, v, causal_TT)]), None)
+            return block.apply({"params": layer}, x, angle, attention)
+
+        x, _ = run_layers(params["layers"], embed(params, tokens_T), body, (cache.k_LKSd, cache.v_LKSd))
+        return final_norm(params, x)
+
+    def logits(params: Params, hidden_D: Array) -> Array:
+        head_DV = params["embed"].T if config.tie_word_embeddings else params["head"]
+        return jnp.matmul(hidden_D, head_DV, preferred_element_type=jnp.float32)
+
+    def for_decoding(params: Params) -> Params:
+        layers = dict(params["layers"])
+        for names in FUSED:
+            layers["_".join(names)] = jnp.concatenate([layers.pop(name) for name in names], -1)
+            if f"{names[0]}_bias" in layers:
+                layers["_".join(names) + "_bias"] = jnp.concatenate([layers.pop(f"{n}_bias") for n in names], -1)
+        return {
+            "embed": params["embed"],
+            "layers": [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(config.num_hidden_layers)],
+            "norm": params["norm"],
+            "head": params["embed"].T if config.tie_word_embeddings else params["head"],
+        }
+
+    def empty(max_tokens: int) -> list[tuple[Array, Array]]:
+        shape = (config.num_key_value_heads, max_tokens, config.head_dim)
+        return [(jnp.zeros(shape, config.dtype),) * 2 for _ in range(config.num_hidden_layers)]
+
+    def decode(weights: Params, cache: PromptCache, own: list, index: Array, token: Array) -> tuple[Array, list]:
+        x = embed(weights, token[None])
+        angle = (cache.mask_S.sum() + index)[None, None] * frequencies()
+        seen = jnp.arange(own[0][0].shape[1]) <= index
+        grown = []
+        for i, layer in enumerate(weights["layers"]):
+
+            def attention(q, k, v, i=i):
+                k_own = jax.lax.dynamic_update_slice(own[i][0], k, (0, index, 0))
+                v_own = jax.lax.dynamic_update_slice(own[i][1], v, (0, index, 0))
+                parts = [(cache.k_LKSd[i], cache.v_LKSd[i], cache.mask_S), (k_own, v_own, seen)]
+                return attend(q, parts), (k_own, v_own)
+
+            x, kept = fused_block.apply({"params": layer}, x, angle, attention)
+            grown.append(kept)
+        return final_norm(weights, x)[0], grown
+
+    def decode_logits(weights: Params, hidden_D: Array) -> Array:
+        return jnp.matmul(hidden_D, weights["head"], preferred_element_type=jnp.float32)
+
+    return LanguageModel(config, init, prefill, extend, logits, for_decoding, empty, decode, decode_logits)

@@ -1,0 +1,36 @@
+"""What a policy needs of a language model: a handful of pure functions, written for one sequence.
+
+Left out on purpose: batching (callers `vmap` over prompts and over each prompt's group), sampling, and weights on disk.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class LanguageModel(NamedTuple):
+    """Pure functions of one sequence; `policy` and `sampler` take these and never import a model.
+
+    ```
+    init(key)                                      -> params
+    prefill(params, tokens_S, mask_S)              -> hidden_SD, cache      a left-padded prompt, encoded once
+    extend(params, cache, tokens_T)                -> hidden_TD             a completion after that prompt
+    logits(params, hidden_D)                       -> logits_V              float32, any leading axes
+    for_decoding(params)                           -> weights               the layout `decode` and `decode_logits` read
+    empty(max_tokens)                              -> own                   a completion's own cache, before its first token
+    decode(weights, cache, own, index, token)      -> hidden_D, own         token number `index` of the completion
+    decode_logits(weights, hidden_D)               -> logits_V
+    ```
+
+    `cache` holds a prompt's keys and values and is shared by its group: map `extend` and `decode` over completions
+    with `in_axes=None` for it. `config` describes the architecture (`vocab_size` at least).
+    """
+
+    config: Any
+    init: Callable
+    prefill: Callable
+    extend: Callable
+    logits: Callable
+    for_decoding: Callable
+    empty: Callable
+    decode: Callable
+    decode_logits: Callable
