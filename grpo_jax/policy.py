@@ -1,0 +1,165 @@
+"""Log-probabilities of completions: the only shift by one, the only log-softmax.
+
+A prompt is encoded once; its completions attend to its cache. The vocabulary projection runs over chunks of tokens and
+is computed again in the backward pass, so no array of [.., T, V] ever lives.
+
+Left out on purpose: sampling (see `sampler`), losses (see `objectives`).
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.types import Array, Params, Prompts
+
+CHUNK = 256  # tokens projected on the vocabulary at a time
+FILTERED = -1e30
+
+
+class Sampling(NamedTuple):
+    """The distribution that tokens are drawn from: one value shared by sampler and trainer, so that they cannot differ.
+
+    Logits are divided by `temperature`, then `top_k`, `top_p` and `min_p` remove tokens one after another (the order of
+    Hugging Face's logits processors), and the rest is normalised again. `temperature` 0 is greedy: the most likely
+    token, with its log-probability under the unscaled, unfiltered distribution.
+    """
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+
+    def checked(self) -> "Sampling":
+        """Returns itself, or says which value is out of its range."""
+        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < float("inf")):
+            raise ValueError(f"temperature must be at least 0, got {self.temperature!r}")
+        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
+            raise ValueError(f"top_k must be a positive integer or None, got {self.top_k!r}")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p must be in (0, 1] or None, got {self.top_p!r}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1] or None, got {self.min_p!r}")
+        return self
+
+
+def kept_logits(logits_V: Array, sampling: Sampling, token: Array | None = None) -> Array:
+    """Float32 logits over the last axis, scaled and filtered; a removed token holds `FILTERED`.
+
+    top_k keeps the k largest (ties included), top_p (Holtzman et al. 2019, 1904.09751) the smallest set of most likely
+    tokens whose probability reaches p, min_p (Nguyen et al. 2024, 2407.01082) those with at least p times the largest
+    probability. `token` is kept in any case: a token that was drawn stays possible when it sits on the edge of a filter.
+    """
+    logits_V = logits_V.astype(jnp.float32)
+    if sampling.temperature == 0:
+        return logits_V
+    logits_V = logits_V / sampling.temperature
+    kept = logits_V
+    if sampling.top_k is not None and sampling.top_k < logits_V.shape[-1]:
+        edge = jax.lax.top_k(kept, sampling.top_k)[0][..., -1:]
+        kept = jnp.where(kept < edge, FILTERED, kept)
+    if sampling.top_p is not None and sampling.top_p < 1:
+        order = jnp.sort(kept, axis=-1, descending=True)
+        p = jax.nn.softmax(order, axis=-1)
+        inside = jnp.cumsum(p, axis=-1) - p < sampling.top_p
+        edge = jnp.min(jnp.where(inside, order, jnp.inf), axis=-1, keepdims=True)
+        kept = jnp.where(kept < edge, FILTERED, kept)
+    if sampling.min_p is not None and sampling.min_p > 0:
+        edge = kept.max(-1, keepdims=True) + jnp.log(sampling.min_p)
+        kept = jnp.where(kept < edge, FILTERED, kept)
+    if token is not None and kept is not logits_V:
+        drawn = jnp.arange(logits_V.shape[-1]) == token[..., None]
+        kept = jnp.where(drawn, logits_V, kept)
+    return kept
+
+
+def token_logp(logits_V: Array, token: Array) -> Array:
+    """`log softmax(logits)[token]` in float32; any leading axes."""
+    chosen = jnp.take_along_axis(logits_V, token[..., None], axis=-1)[..., 0]
+    return chosen - jax.nn.logsumexp(logits_V, axis=-1)
+
+
+def entropy(logits_V: Array) -> Array:
+    """`−Σ_v p_v log p_v` over the last axis, in nats."""
+    p_V = jax.nn.softmax(logits_V, axis=-1)
+    return jax.nn.logsumexp(logits_V, axis=-1) - jnp.sum(p_V * jnp.where(p_V > 0, logits_V, 0.0), axis=-1)
+
+
+def completion_hidden(model: LanguageModel, params: Params, prompts: Prompts, tokens_PGT: Array) -> Array:
+    """The hidden state that predicts each completion token, `[P, G, T, D]`: the prompt's last, then all but the last.
+
+    Each prompt is encoded once. Completions attend to its cache, so the cost is S + G·T tokens a prompt.
+    """
+    chex.assert_rank([prompts.tokens_PS, prompts.mask_PS, tokens_PGT], [2, 2, 3])
+    chex.assert_equal_shape_prefix([prompts.tokens_PS, tokens_PGT], 1)
+
+    def one_prompt(tokens_S, mask_S, tokens_GT):
+        hidden_SD, cache = model.prefill(params, tokens_S, mask_S)
+
+        def one_completion(tokens_T):
+            hidden_TD = model.extend(params, cache, tokens_T)
+            return jnp.concatenate([hidden_SD[-1:], hidden_TD[:-1]], axis=0)
+
+        return jax.vmap(one_completion)(tokens_GT)
+
+    return jax.vmap(one_prompt)(prompts.tokens_PS, prompts.mask_PS, tokens_PGT)
+
+
+def over_chunks(function: Callable, chunk: int, *arrays: Array) -> Array:
+    """`function` over chunks of the arrays' first axis, one after another; recomputed, not stored, for the gradient."""
+    rows = arrays[0].shape[0]
+    count = -(-rows // chunk)
+    padded = [jnp.pad(a, [(0, count * chunk - rows)] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
+    chunked = [a.reshape(count, chunk, *a.shape[1:]) for a in padded]
+    outs = jax.lax.map(jax.checkpoint(lambda inputs: function(*inputs)), tuple(chunked))
+    return jax.tree.map(lambda a: a.reshape(count * chunk, *a.shape[2:])[:rows], outs)
+
+
+def completion_scores(
+    model: LanguageModel,
+    params: Params,
+    prompts: Prompts,
+    tokens_PGT: Array,
+    mask_PGT: Array,
+    *,
+    sampling: Sampling = Sampling(),
+    with_entropy: bool = False,
+    chunk: int = CHUNK,
+) -> tuple[Array, Array | None]:
+    """Log-probabilities and, if asked for, entropies of the distribution before each token; both `[P, G, T]`, 0 outside
+    the mask. `chunk` bounds the memory of the vocabulary projection: chunk · V floats."""
+    chex.assert_equal_shape([tokens_PGT, mask_PGT])
+    hidden = completion_hidden(model, params, prompts, tokens_PGT)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+
+    def score(hidden_ND, token_N):
+        logits_NV = kept_logits(model.logits(params, hidden_ND), sampling, token_N)
+        return token_logp(logits_NV, token_N), entropy(logits_NV) if with_entropy else None
+
+    scores = over_chunks(score, min(chunk, rows.shape[0]), rows, tokens_PGT.reshape(-1))
+    return jax.tree.map(lambda x: jnp.where(mask_PGT, x.reshape(mask_PGT.shape), 0.0), scores)
+
+
+def completion_logp(
+    model: LanguageModel,
+    params: Params,
+    prompts: Prompts,
+    tokens_PGT: Array,
+    mask_PGT: Array,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    chunk: int = CHUNK,
+) -> Array:
+    """`log π(token_t | prompt, tokens before t)` of every completion token, `[P, G, T]` float32, 0 outside the mask.
+
+    Under the distribution that `sampler.generate` draws from with the same temperature and filters. Differentiable in
+    `params`.
+    """
+    sampling = Sampling(temperature, top_k, top_p, min_p).checked()
+    return completion_scores(model, params, prompts, tokens_PGT, mask_PGT, sampling=sampling, chunk=chunk)[0]

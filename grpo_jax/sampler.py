@@ -1,0 +1,120 @@
+"""Completions of prompts: each prompt is encoded once, its group decodes against that cache. Token ids only.
+
+One `while_loop` that stops when every completion has stopped. The noise of a token depends on the key, the prompt's
+index, the sample's index and the token's index alone, so it is the same on any number of devices.
+
+Left out on purpose: text, rewards, beams, and penalties that would make the sampler's distribution another one than
+the trainer's.
+"""
+
+from functools import partial
+
+import chex
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.policy import Sampling, kept_logits, token_logp
+from grpo_jax.types import Array, Params, Prompts, Rollout
+
+
+def draw(key: Array, logits_V: Array) -> Array:
+    """A token from `softmax(logits)` by inverting its distribution function, in two levels of about √V entries.
+
+    Two uniform numbers a token instead of V: one picks a block of tokens by the blocks' sums, one picks inside it.
+    """
+    V = logits_V.shape[0]
+    block = 1 << max(1, (V - 1).bit_length() // 2)
+    p_V = jnp.exp(logits_V - logits_V.max())
+    p_NB = jnp.pad(p_V, (0, -V % block)).reshape(-1, block)
+
+    def pick(u, p):
+        # First entry whose cumulative sum passes u · total; rounding never selects an impossible one.
+        cumulative = jnp.cumsum(p)
+        target = jnp.minimum(u, 1 - 1e-6) * cumulative[-1]
+        return jnp.argmax((cumulative > target) & (p > 0))
+
+    u, v = jax.random.uniform(key, (2,))
+    row = pick(u, p_NB.sum(1))
+    return (row * block + pick(v, p_NB[row])).astype(jnp.int32)
+
+
+@partial(
+    jax.jit,
+    static_argnames=("model", "group_size", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids", "pad_id"),
+)
+def generate(
+    model: LanguageModel,
+    params: Params,
+    prompts: Prompts,
+    key: Array,
+    *,
+    group_size: int,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    stop_ids: tuple[int, ...] = (),
+    pad_id: int = 0,
+    first_prompt: Array | int = 0,
+) -> Rollout:
+    """`group_size` completions of each prompt, at most `max_new_tokens` long.
+
+    A completion ends with the first token in `stop_ids`, which belongs to it: `mask_PGT` covers it, and `stopped_PG` is
+    true. Positions after it hold `pad_id` (which may equal a stop id). `logp_PGT` is each token's log-probability under
+    the distribution it was drawn from, see `policy.Sampling`; temperature 0 is greedy. `first_prompt` is the index of
+    the first prompt in the whole batch, for callers that hold a part of it.
+    """
+    chex.assert_rank([prompts.tokens_PS, prompts.mask_PS], 2)
+    if group_size < 1 or max_new_tokens < 1:
+        raise ValueError(f"group_size and max_new_tokens must be at least 1, got {group_size} and {max_new_tokens}")
+    sampling = Sampling(temperature, top_k, top_p, min_p).checked()
+    stop = jnp.asarray(stop_ids, jnp.int32)
+    P, T = prompts.tokens_PS.shape[0], max_new_tokens
+
+    hidden_PSD, cache = jax.vmap(partial(model.prefill, params))(*prompts)
+    weights = model.for_decoding(params)
+    fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
+    keys_PG = jax.vmap(fold, in_axes=(0, None))(fold(key, first_prompt + jnp.arange(P)), jnp.arange(group_size))
+
+    def choose(hidden_PGD, index):
+        """Token number `index` of every completion, with its log-probability."""
+        logits = kept_logits(model.decode_logits(weights, hidden_PGD), sampling)
+        if temperature == 0:
+            token = jnp.argmax(logits, -1).astype(jnp.int32)
+        else:
+            noise = lambda k, x: draw(jax.random.fold_in(k, index), x)
+            token = jax.vmap(jax.vmap(noise))(keys_PG, logits)
+        return token, token_logp(logits, token)
+
+    def write(state, token, logp, index):
+        tokens, logps, length, done = state
+        token = jnp.where(done, pad_id, token)
+        at = lambda buffer, x: jax.lax.dynamic_update_slice(buffer, x[..., None], (0, 0, index))
+        length = length + ~done
+        return at(tokens, token), at(logps, jnp.where(done, 0.0, logp)), length, done | jnp.isin(token, stop)
+
+    shape = (P, group_size)
+    empty = (
+        jnp.full((*shape, T), pad_id, jnp.int32),
+        jnp.zeros((*shape, T), jnp.float32),
+        jnp.zeros(shape, jnp.int32),
+        jnp.zeros(shape, bool),
+    )
+    hidden = jnp.broadcast_to(hidden_PSD[:, -1:, :], (*shape, hidden_PSD.shape[-1]))
+    state = write(empty, *choose(hidden, 0), 0)
+    own = jax.tree.map(lambda a: jnp.broadcast_to(a, (*shape, *a.shape)), model.empty(T))
+
+    step = jax.vmap(jax.vmap(model.decode, in_axes=(None, None, 0, None, 0)), in_axes=(None, 0, 0, None, 0))
+
+    def body(carry):
+        index, state, own = carry
+        last = jax.lax.dynamic_index_in_dim(state[0], index - 1, axis=2, keepdims=False)
+        hidden, own = step(weights, cache, own, index - 1, last)
+        return index + 1, write(state, *choose(hidden, index), index), own
+
+    going = lambda carry: (carry[0] < T) & ~jnp.all(carry[1][3])
+    _, (tokens, logp, length, done), _ = jax.lax.while_loop(going, body, (1, state, own))
+    mask = jnp.arange(T) < length[..., None]
+    return Rollout(prompts, tokens, mask, logp, done)
