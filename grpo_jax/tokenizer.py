@@ -82,8 +82,8 @@ class HFTokenizer:
             self.inner = AutoTokenizer.from_pretrained(str(path_or_id))
         except (OSError, ValueError) as error:
             raise ValueError(
-                f"no tokenizer at {str(path_or_id)!r}: expected a folder with tokenizer.json (and tokenizer_config.json) "
-                f"or the id of a model on the Hugging Face Hub ({error})"
+                f"no tokenizer at {str(path_or_id)!r}: expected a folder with tokenizer.json "
+                f"and tokenizer_config.json, or the id of a model on the Hugging Face Hub ({error})"
             ) from error
         self.vocab_size = len(self.inner)
         self.stop_ids = _stop_ids(self.inner, str(path_or_id))

@@ -1,0 +1,22 @@
+"""What a task is: its rows, how a row is asked, how an answer is scored, and what a right answer looks like."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+Row = Mapping[str, Any]
+Message = dict[str, str]
+
+
+class Task(NamedTuple):
+    """Rows to train on, rows never trained on, and functions of a row.
+
+    `prompt(row)` is a chat as messages, `reward` a function of strings that is called by its signature, `target(row)`
+    a right completion, for a supervised warm-up.
+    """
+
+    name: str
+    train: Sequence[Row]
+    held_out: Sequence[Row]
+    prompt: Callable[[Row], list[Message]]
+    reward: Callable[..., Any]
+    target: Callable[[Row], str]
