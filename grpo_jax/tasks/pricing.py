@@ -14,11 +14,16 @@ from typing import NamedTuple
 from grpo_jax.rewards.answers import number_reward
 from grpo_jax.tasks.task import Message, Row, Task
 
+# fmt: off
 VEHICLES = (
-    "bike trike tandem scooter cruiser hybrid e-bike BMX unicycle handbike "
-    "trailer wagon kart rickshaw moped skateboard surrey sidecar quad kickbike"
-).split()
-NAMES = "Ana Ben Chloe Dev Elif Femi Grace Hugo Ines Jun Kofi Lena Mateo Nadia Omar Priya Rosa Sven Tariq Yuki".split()
+    "bike", "trike", "tandem", "scooter", "cruiser", "hybrid", "e-bike", "BMX", "unicycle", "handbike", "trailer",
+    "wagon", "kart", "rickshaw", "moped", "skateboard", "surrey", "sidecar", "quad", "kickbike",
+)
+NAMES = (
+    "Ana", "Ben", "Chloe", "Dev", "Elif", "Femi", "Grace", "Hugo", "Ines", "Jun", "Kofi", "Lena", "Mateo", "Nadia",
+    "Omar", "Priya", "Rosa", "Sven", "Tariq", "Yuki",
+)
+# fmt: on
 
 
 class Item(NamedTuple):
