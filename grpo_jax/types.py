@@ -74,8 +74,8 @@ class Sample(NamedTuple):
     `sampler_logp_T` (log-probability under the program that sampled), `weight_T` (detached weight of each
     token's surrogate), `adv` (a scalar, or one advantage a token), `reward_T` (NaN where no step ends),
     `stopped` (false if truncated), `age` (updates between the sampling policy and this batch's first),
-    `old_value_T` and `return_T` (of a critic). Of the current parameters, filled in by the train step and
-    differentiable: `entropy_T`, `value_T`.
+    `old_value_T` and `return_T` (of a critic), `group_tokens` (trained tokens of its whole group). Of the current
+    parameters, filled in by the train step and differentiable: `entropy_T`, `value_T`.
     """
 
     mask_T: Array
@@ -91,6 +91,7 @@ class Sample(NamedTuple):
     return_T: Array | None = None
     entropy_T: Array | None = None
     value_T: Array | None = None
+    group_tokens: Array | None = None
 
 
 class Batch(NamedTuple):

@@ -50,6 +50,11 @@ class Objective(NamedTuple):
 def recipe(part: object) -> str:
     """How a part was bound, as one would write it: `clipped(low=0.2, high=0.28)`."""
     if isinstance(part, functools.partial):
+        if part.func is composed:
+            parts = dict(part.keywords)
+            kl = {} if parts["divergence"] is None else {"divergence": parts["divergence"], "beta": parts["beta"]}
+            named = functools.partial(compose, parts["ratio"], parts["surrogate"], parts["aggregate"], **kl)
+            return recipe(named) + "".join(f" + {recipe(term)}" for term in parts["terms"])
         arguments = [recipe(value) for value in part.args]
         arguments += [f"{name}={recipe(value)}" for name, value in part.keywords.items() if value not in (None, ())]
         return f"{recipe(part.func)}({', '.join(arguments)})"
@@ -193,20 +198,25 @@ def then_prepare(objective: Objective, step: Prepare) -> Objective:
     return objective._replace(prepare=functools.partial(in_turn, steps=(*steps, step)))
 
 
+def inner(loss: Loss) -> Loss | None:
+    """The loss that a correction is wrapped around; None for one that wraps nothing."""
+    return loss.keywords.get("loss") if isinstance(loss, functools.partial) else None
+
+
 def core(loss: Loss) -> functools.partial | None:
     """The composed loss inside any corrections around it; None for a loss that was written whole."""
-    function = getattr(loss, "func", None)
-    return core(loss.keywords["loss"]) if function is corrected else loss if function is composed else None
+    if inner(loss) is not None:
+        return core(inner(loss))
+    return loss if getattr(loss, "func", None) is composed else None
 
 
 def rebind(loss: Loss, change: Callable[[dict], dict]) -> Loss:
     """The same loss with the parts of its core changed by `change(parts) -> parts`."""
-    function = getattr(loss, "func", None)
-    if function is corrected:
-        return functools.partial(corrected, **{**loss.keywords, "loss": rebind(loss.keywords["loss"], change)})
-    if function is composed:
-        return functools.partial(composed, **{**loss.keywords, **change(loss.keywords)})
-    raise TypeError(f"{recipe(loss)} was written whole: only a loss made by compose has parts to change.")
+    if inner(loss) is not None:
+        return functools.partial(loss.func, **{**loss.keywords, "loss": rebind(inner(loss), change)})
+    if core(loss) is None:
+        raise TypeError(f"{recipe(loss)} was written whole: only a loss made by compose has parts to change.")
+    return functools.partial(composed, **{**loss.keywords, **change(loss.keywords)})
 
 
 def batch_advantages(objective: Objective, reward_PG: Array) -> Array:

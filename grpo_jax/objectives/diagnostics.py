@@ -15,6 +15,7 @@ from grpo_jax.objectives.compose import (
     batch_loss,
     core,
     corrected,
+    inner,
     neutralise,
     over_samples,
     surrogate_costs,
@@ -52,7 +53,8 @@ def _full_batch() -> tuple[jax.ShapeDtypeStruct, Sample]:
     x_PGT = jax.ShapeDtypeStruct((P, G, T), jnp.float32)
     fields = {name: x_PGT for name in Sample._fields}
     fields["mask_T"] = jax.ShapeDtypeStruct((P, G, T), jnp.bool_)
-    for name, dtype in {"adv": jnp.float32, "stopped": jnp.bool_, "age": jnp.int32}.items():
+    scalars = {"adv": jnp.float32, "stopped": jnp.bool_, "age": jnp.int32, "group_tokens": jnp.int32}
+    for name, dtype in scalars.items():
         fields[name] = jax.ShapeDtypeStruct((P, G), dtype)
     return x_PGT, Sample(**fields)
 
@@ -96,10 +98,10 @@ def reads(objective: Objective) -> frozenset[str]:
 def _surrogate_of(objective: Objective, logp_T: Array, sample: Sample) -> tuple[Callable, Array, Sample]:
     """What the token gradients are taken of, the log-ratio, and the sample as the core of the loss sees it."""
     loss = objective.loss
-    while getattr(loss, "func", None) is corrected:
-        sample = loss.keywords["adjust"](logp_T, sample)
-        logp_T, sample = neutralise(logp_T, sample)
-        loss = loss.keywords["loss"]
+    while inner(loss) is not None:
+        if loss.func is corrected:
+            logp_T, sample = neutralise(logp_T, loss.keywords["adjust"](logp_T, sample))
+        loss = inner(loss)
     parts = getattr(core(loss), "keywords", None)
     if parts is None:
         return lambda x_T: loss(x_T, sample).total, per_token(logp_T, sample.old_logp_T, sample.mask_T), sample
