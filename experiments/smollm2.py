@@ -171,7 +171,11 @@ def half_rotation(weight_ED: np.ndarray, heads: int) -> np.ndarray:
 
 
 def _write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
-    """Byte-level BPE that splits numbers into digits, with the special tokens and the chat template of the file."""
+    """Byte-level BPE that splits numbers into digits, with the special tokens and the chat template of the file.
+
+    The vocabulary has no token for 21 bytes (some control characters, and those that begin rare planes of Unicode);
+    such a byte is lost in encoding.
+    """
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
