@@ -1,0 +1,237 @@
+"""Training as generators of (state, metrics): logging, evaluation and saving stand in the caller's own `for` loop.
+
+Everything random is a function of the root key and the iteration, and the rows of an iteration are a function of the seed
+and its number: what continues from a saved state equals what was never interrupted.
+
+Left out on purpose: callbacks, a trainer class, files.
+"""
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from grpo_jax.checkpoint import Saved
+from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.objectives import Objective, reads, reads_in_prepare
+from grpo_jax.policy import CHUNK, Sampling
+from grpo_jax.rewards import score as score_rewards
+from grpo_jax.rollout import assemble, completion_texts, encode, group_statistics, prompt_texts, score, step_rewards, trim
+from grpo_jax.sampler import generate
+from grpo_jax.tasks import Task
+from grpo_jax.tokenizer import Tokenizer
+from grpo_jax.train_step import init_state, make_train_step
+from grpo_jax.types import Batch, Mean, Params, Rollout, Sample, TrainState
+
+# Mean |log π − log π_sampler| above which sampler and trainer cannot be the same distribution, by parameter dtype.
+GAP = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+
+
+ON_ERROR = ("raise", "none")
+
+
+class SamplerMismatchError(RuntimeError):
+    """The trainer's log-probabilities of fresh completions are not those the sampler drew them with."""
+
+
+def rows_of(iteration: int, rows: Sequence[dict], size: int, seed: int) -> list[dict]:
+    """The rows of an iteration: `size` consecutive places in an endless sequence of shuffled epochs.
+
+    Every epoch is a new permutation of all rows; none is skipped or repeated within it.
+    """
+    places = range(iteration * size, (iteration + 1) * size)
+    orders = {e: np.random.default_rng([seed, e]).permutation(len(rows)) for e in {p // len(rows) for p in places}}
+    return [rows[orders[p // len(rows)][p % len(rows)]] for p in places]
+
+
+def prompt_width(task: Task, tokenizer: Tokenizer, multiple: int = 16) -> int:
+    """A width that every prompt of a task fits, rounded up: with one width, one program is compiled."""
+    longest = max(len(tokenizer.render(task.prompt(row))) for rows in (task.train, task.held_out) for row in rows)
+    return -(-longest // multiple) * multiple
+
+
+def copy(params: Params) -> Params:
+    """Own buffers: the train step donates the state it is given."""
+    return jax.tree.map(jnp.copy, params)
+
+
+def train(
+    model: LanguageModel,
+    params: Params,
+    task: Task,
+    tokenizer: Tokenizer,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    *,
+    steps: int,
+    prompts_per_step: int = 8,
+    group_size: int = 8,
+    max_new_tokens: int = 64,
+    sampling: Sampling = Sampling(),
+    seed: int = 0,
+    epochs: int = 1,
+    microbatches: int = 1,
+    group_microbatches: int = 1,
+    old_logp: str = "sampler",
+    length_buckets: int = 4,
+    reward_weights: Sequence[float] | None = None,
+    on_error: str = "raise",
+    reference: Params | None = None,
+    update_reference: Callable[[Params, Params, int], Params] | None = None,
+    saved: Saved | None = None,
+    prompt_length: int | None = None,
+    chunk: int = CHUNK,
+) -> Iterator[tuple[Saved, dict]]:
+    """GRPO, one yield of `(saved, metrics)` an iteration: sample, score, update.
+
+    Each iteration draws `group_size` completions for each of `prompts_per_step` rows of `task.train`, scores them with the
+    task's reward, and makes `epochs` updates. `steps` counts iterations from the very beginning; with `saved` (what an
+    earlier call yielded, or a checkpoint) the run continues behind it. `saved.state` holds parameters and optimiser state;
+    its arrays are consumed by the next iteration, so copy what must outlive it.
+
+    The reference policy is `reference`, by default the parameters at the start, and is evaluated only if the objective
+    reads it; `update_reference(reference, params, iteration) -> reference` moves it after each iteration (the moving
+    reference is then part of `saved`). `reward_weights` weigh several reward functions, `on_error="none"` counts failing
+    rewards as unscorable. `length_buckets` is the number of completion lengths that the update is compiled for.
+
+    Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
+    scoring and updating, and `completions`: prompt, completion, reward of each, as rows.
+    """
+    _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task)
+    make = partial(make_train_step, model, objective, optimizer, sampling=sampling, epochs=epochs, chunk=chunk)
+    options = {"microbatches": microbatches, "group_microbatches": group_microbatches, "old_logp": old_logp}
+    step = jax.jit(make(**options), donate_argnums=0)
+    fields = reads(objective)
+    prepare_fields = reads_in_prepare(objective)
+    if saved is None:
+        saved = Saved(init_state(copy(params), optimizer), jax.random.key(seed))
+    moving = update_reference is not None
+    if "ref_logp_T" not in fields:
+        reference = None
+    elif reference is None:
+        reference = saved.reference if saved.reference is not None else copy(params)
+    width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
+    state, key, _ = saved
+    for iteration in range(int(state.step) // epochs, steps):
+        started = time.perf_counter()
+        rows = rows_of(iteration, task.train, prompts_per_step, seed)
+        prompts = encode(tokenizer, task.prompt, rows, length=width)
+        rollout = generate(
+            model, state.params, prompts, jax.random.fold_in(key, iteration),
+            group_size=group_size, max_new_tokens=max_new_tokens,
+            stop_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id, **sampling._asdict(),
+        )  # fmt: skip
+        rollout = trim(jax.block_until_ready(rollout), length_buckets)
+        sampled = time.perf_counter()
+        texts, questions = completion_texts(tokenizer, rollout), prompt_texts(task, rows)
+        scores = score_rewards(task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error)
+        scored = time.perf_counter()
+        samples = {}
+        if "reward_T" in fields:
+            samples["reward_T"] = step_rewards(tokenizer, rollout, scores, reward_weights)
+        if reference is not None:
+            samples["ref_logp_T"] = score(model, reference, rollout, sampling=sampling, chunk=chunk)[0]
+        if "entropy_T" in prepare_fields:
+            _, samples["entropy_T"] = score(model, state.params, rollout, sampling=sampling, with_entropy=True, chunk=chunk)
+        batch = assemble(objective, rollout, jnp.asarray(scores.reward_PG, jnp.float32), **samples)
+        state, metrics = step(state, batch)
+        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        _check_gap(metrics, model.config)
+        if moving and reference is not None:
+            reference = update_reference(reference, state.params, iteration + 1)
+        saved = Saved(state, key, reference if moving else None)
+        metrics = {"iteration": iteration + 1} | group_statistics(rollout, scores.reward_PG) | metrics
+        hyperparams = optax.tree_utils.tree_get(state.opt_state, "hyperparams")
+        if hyperparams is not None:
+            metrics["learning_rate"] = float(hyperparams["learning_rate"])
+        metrics["seconds/sample"] = sampled - started
+        metrics["seconds/score"] = scored - sampled
+        metrics["seconds/update"] = time.perf_counter() - scored
+        metrics["completions"] = _completions(rows, questions, texts, scores.reward_PG)
+        yield saved, metrics
+
+
+def nll(logp_T: jax.Array, sample: Sample) -> Mean:
+    """The supervised loss of one completion, −Σ_t log π_t over its tokens, to be divided by the tokens of the batch."""
+    return Mean(-jnp.where(sample.mask_T, logp_T, 0.0).sum(), sample.mask_T.sum().astype(jnp.float32))
+
+
+SUPERVISED = Objective(advantage=jnp.zeros_like, loss=nll)
+
+
+def warm_up(
+    model: LanguageModel,
+    params: Params,
+    task: Task,
+    tokenizer: Tokenizer,
+    optimizer: optax.GradientTransformation,
+    *,
+    steps: int,
+    batch_size: int = 64,
+    seed: int = 0,
+    prompt_length: int | None = None,
+    chunk: int = CHUNK,
+) -> Iterator[tuple[TrainState, dict]]:
+    """Supervised updates on the targets of `task.train`, one yield of `(state, metrics)` each: a start for GRPO.
+
+    A target is a group of one whose advantage is not needed: the same train step, with cross-entropy as its loss.
+    """
+    if steps < 0 or batch_size < 1:
+        raise ValueError(f"steps must be at least 0 and batch_size at least 1, got {steps} and {batch_size}")
+    step = jax.jit(make_train_step(model, SUPERVISED, optimizer, chunk=chunk), donate_argnums=0)
+    width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
+    targets = [[*tokenizer.encode(task.target(row)), tokenizer.stop_ids[0]] for row in task.train]
+    longest = -(-max(map(len, targets)) // 8) * 8
+    tagged = [dict(row) | {"_target": ids} for row, ids in zip(task.train, targets, strict=True)]
+    state = init_state(copy(params), optimizer)
+    for iteration in range(steps):
+        rows = rows_of(iteration, tagged, batch_size, seed)
+        ids = [row.pop("_target") for row in map(dict, rows)]
+        tokens = np.full((batch_size, 1, longest), tokenizer.pad_id, np.int32)
+        for row, target in zip(tokens[:, 0], ids, strict=True):
+            row[: len(target)] = target
+        mask = np.arange(longest) < np.array([len(target) for target in ids])[:, None, None]
+        prompts = encode(tokenizer, task.prompt, rows, length=width)
+        zeros = np.zeros(mask.shape, np.float32)
+        rollout = Rollout(prompts, tokens, mask, zeros, np.ones((batch_size, 1), bool))
+        batch = Batch(rollout, Sample(mask_T=mask, old_logp_T=zeros, adv=zeros[..., 0]))
+        state, metrics = step(state, batch)
+        yield state, {"iteration": iteration + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
+
+
+def _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task) -> None:
+    named = {"steps": (steps, 0), "prompts_per_step": (prompts_per_step, 1), "group_size": (group_size, 1)}
+    named |= {"max_new_tokens": (max_new_tokens, 1), "length_buckets": (length_buckets, 1)}
+    for name, (value, least) in named.items():
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+    if sampling.checked().temperature == 0:
+        raise ValueError("temperature must be above 0 in training: a greedy group has no spread to learn from")
+    if not len(task.train):
+        raise ValueError(f"task {task.name!r} has no training rows")
+    if group_size == 1:
+        warnings.warn("group_size=1: a group of one has no spread, its advantage is 0", stacklevel=3)
+
+
+def _check_gap(metrics: dict, config) -> None:
+    """In the first epoch on a batch sampler and trainer have the same parameters: they must agree."""
+    gap, limit = metrics["sampler_gap"], GAP.get(str(getattr(config, "dtype", "float32")), 1e-3)
+    if gap > limit:
+        raise SamplerMismatchError(
+            f"the trainer's log-probabilities differ from the sampler's by {gap:.2g} a token on average (limit {limit:g} "
+            f"for {getattr(config, 'dtype', 'float32')}): temperature, filters, positions or weights are not the same"
+        )
+
+
+def _completions(rows, questions, texts, reward_PG) -> list[dict]:
+    return [
+        {"prompt": question, "completion": text, "reward": None if np.isnan(reward) else float(reward)}
+        | ({"answer": row["answer"]} if "answer" in row else {})
+        for row, question, group, rewards in zip(rows, questions, texts, reward_PG, strict=True)
+        for text, reward in zip(group, rewards, strict=True)
+    ]

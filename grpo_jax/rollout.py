@@ -1,0 +1,140 @@
+"""Prompts → completions → rewards → advantages → Batch: where device and host meet.
+
+Only tokens, masks and rewards cross to the host. Left out on purpose: deciding which prompts (see `loop`), and the
+update (see `train_step`).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.objectives import Objective, batch_advantages
+from grpo_jax.policy import CHUNK, Sampling, completion_scores
+from grpo_jax.rewards import Scores
+from grpo_jax.tasks import Task
+from grpo_jax.tokenizer import Tokenizer, pad_prompts
+from grpo_jax.types import Array, Batch, Params, Prompts, Rollout, Sample
+
+
+def encode(tokenizer: Tokenizer, prompt: Callable, rows: Sequence[dict], *, length: int | None = None) -> Prompts:
+    """The rows' prompts as left-padded ids; a prompt longer than `length` is an error that names the row."""
+    return pad_prompts([tokenizer.render(prompt(row)) for row in rows], tokenizer.pad_id, length=length)
+
+
+def prompt_texts(task: Task, rows: Sequence[dict]) -> list[str]:
+    """What a reward receives as `prompt`: the contents of the messages, one a line."""
+    return ["\n".join(message["content"] for message in task.prompt(row)) for row in rows]
+
+
+def completion_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[list[str]]:
+    """The completions as text, `[P][G]`, without the stop token that ended them."""
+    tokens, mask, stopped = (np.asarray(x) for x in (rollout.tokens_PGT, rollout.mask_PGT, rollout.stopped_PG))
+    length = mask.sum(-1) - stopped
+    return [[tokenizer.decode(ids[:n]) for ids, n in zip(*group, strict=True)] for group in zip(tokens, length, strict=True)]
+
+
+def trim(rollout: Rollout, buckets: int) -> Rollout:
+    """Cuts T to the smallest of `buckets` equal fractions of it that holds every completion.
+
+    What is cut off is padding, so nothing changes but the cost; at most `buckets` shapes are ever compiled.
+    """
+    T = rollout.mask_PGT.shape[-1]
+    longest = int(jnp.max(rollout.mask_PGT.sum(-1)))
+    size = next(s for s in (-(-T * (i + 1) // buckets) for i in range(buckets)) if s >= longest)
+    return rollout._replace(
+        tokens_PGT=rollout.tokens_PGT[..., :size],
+        mask_PGT=rollout.mask_PGT[..., :size],
+        logp_PGT=rollout.logp_PGT[..., :size],
+    )
+
+
+@partial(jax.jit, static_argnames=("model", "sampling", "with_entropy", "chunk"))
+def score(
+    model: LanguageModel,
+    params: Params,
+    rollout: Rollout,
+    *,
+    sampling: Sampling = Sampling(),
+    with_entropy: bool = False,
+    chunk: int = CHUNK,
+) -> tuple[Array, Array | None]:
+    """Log-probabilities (and entropies) of a rollout under `params`, without gradient: π_ref, or a fixed π_old."""
+    return completion_scores(
+        model, params, rollout.prompts, rollout.tokens_PGT, rollout.mask_PGT,
+        sampling=sampling, with_entropy=with_entropy, chunk=chunk,
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("objective",))
+def assemble(objective: Objective, rollout: Rollout, reward_PG: Array, **fields: Any) -> Batch:
+    """The batch that the train step takes: advantages of every group, the sampler's log-probabilities as π_old.
+
+    `reward_PG` holds NaN where a completion cannot be scored. `fields` are further fields of `Sample` that the objective
+    reads (`ref_logp_T`, `reward_T`, `entropy_T`, `old_value_T`, `age`, ...), with their leading axes P, G. The objective's `prepare`
+    then sees the whole batch once.
+    """
+    samples = Sample(
+        mask_T=rollout.mask_PGT,
+        old_logp_T=rollout.logp_PGT,
+        sampler_logp_T=rollout.logp_PGT,
+        stopped=rollout.stopped_PG,
+        adv=batch_advantages(objective, reward_PG),
+    )._replace(**fields)
+    if objective.prepare is not None:
+        samples = objective.prepare(samples)
+    return Batch(rollout, samples)
+
+
+def step_rewards(
+    tokenizer: Tokenizer, rollout: Rollout, scores: Scores, weights: Sequence[float] | None = None
+) -> np.ndarray:
+    """`reward_PGT`: the weighted reward at each token where a step ends, NaN where none does.
+
+    A step that ends after `end` characters is placed on the token that completes them; a reward without steps on the
+    last token. A completion that cannot be scored has no step at all.
+    """
+    tokens, length = np.asarray(rollout.tokens_PGT), np.asarray(rollout.mask_PGT).sum(-1)
+    reward_PGT = np.full(tokens.shape, np.nan, np.float32)
+    count = scores.reward_PGN.shape[-1]
+    weight_N = np.ones(count) if weights is None else np.asarray(weights, float)
+    for p, g, n in np.ndindex(scores.reward_PGN.shape):
+        if np.isnan(scores.reward_PGN[p, g, n]):
+            continue
+        place = {end: t for t, end in reversed(list(enumerate(_ends(tokenizer, tokens[p, g, : length[p, g]]))))}
+        last = length[p, g] - 1
+        for end, reward in scores.steps_PGN[p][g][n] or ((None, scores.reward_PGN[p, g, n]),):
+            t = last if end is None else min((t for e, t in place.items() if e >= end), default=last)
+            reward_PGT[p, g, t] = np.nan_to_num(reward_PGT[p, g, t]) + weight_N[n] * reward
+    return reward_PGT
+
+
+def _ends(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
+    """How many characters of the completion are written after each of its tokens."""
+    return [len(tokenizer.decode(ids[: t + 1])) for t in range(len(ids))]
+
+
+def group_statistics(rollout: Rollout, reward_PG: np.ndarray) -> dict[str, float]:
+    """What a person watches, from the host's copies: rewards, lengths, and groups that teach nothing.
+
+    `reward` and `reward_std` are over the scorable completions; `no_signal` is the share of groups in which all
+    rewards are equal or at most one is known; `truncated` the share cut off by the length limit.
+    """
+    known = ~np.isnan(reward_PG)
+    length = np.asarray(rollout.mask_PGT).sum(-1)
+    top, low = np.where(known, reward_PG, -np.inf).max(1), np.where(known, reward_PG, np.inf).min(1)
+    spread = np.where(known.any(1), top - low, 0.0)
+    mean = np.abs(np.where(known, reward_PG, 0).sum(1) / np.maximum(known.sum(1), 1))
+    return {
+        "reward": float(reward_PG[known].mean()) if known.any() else 0.0,
+        "reward_std": float(reward_PG[known].std()) if known.any() else 0.0,
+        "no_signal": float((spread <= 1e-6 * np.maximum(1, mean)).mean()),
+        "unscorable": float((~known).mean()),
+        "length": float(length.mean()),
+        "truncated": float(1 - np.asarray(rollout.stopped_PG).mean()),
+        "tokens": int(length.sum()),
+    }

@@ -1,0 +1,207 @@
+"""One GRPO update as a pure function: micro-batches by scan, `Mean` pairs, one division, one Optax update an epoch.
+
+The gradient of a loss Σ total / Σ weight is accumulated as the gradient of Σ total and divided once by the global
+weight, so that it does not depend on the number of micro-batches or devices, whatever the completions' lengths.
+
+Left out on purpose: compilation and donation (the caller jits: `jax.jit(step, donate_argnums=0)`), data, logging.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.objectives import Objective, batch_loss, diagnostics, reads_in_loss
+from grpo_jax.policy import CHUNK, Sampling, completion_scores
+from grpo_jax.types import Array, Batch, Mean, Params, TrainState, add_means
+
+OLD_LOGP = ("sampler", "first_epoch")
+
+
+def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first update."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+
+
+def adamw(
+    learning_rate: float,
+    *,
+    steps: int,
+    warmup_steps: int = 0,
+    schedule: str = "constant",
+    weight_decay: float = 0.0,
+    clip_norm: float | None = 1.0,
+    b1: float = 0.9,
+    b2: float = 0.999,
+) -> optax.GradientTransformation:
+    """AdamW behind a clip of the global norm, its rate warmed up linearly and decayed over `steps` updates.
+
+    `learning_rate` is the peak. After `warmup_steps` updates the "constant" schedule keeps it, "linear" and "cosine" lower
+    it to 0 at the last of `steps` updates (epochs included: the real number of optimiser updates). Weight decay (Loshchilov
+    & Hutter 2019, 1711.05101) leaves norms and biases alone. `clip_norm` None switches clipping off. The rate in use is
+    kept in the state as a hyper-parameter, for the log.
+    """
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {tuple(SCHEDULES)}, got {schedule!r}")
+    if not learning_rate >= 0:
+        raise ValueError(f"learning_rate must be at least 0, got {learning_rate}")
+    if not 0 <= warmup_steps <= steps:
+        raise ValueError(f"warmup_steps must be between 0 and the {steps} updates of the run, got {warmup_steps}")
+    if weight_decay < 0:
+        raise ValueError(f"weight_decay must be at least 0, got {weight_decay}")
+    if clip_norm is not None and not clip_norm > 0:
+        raise ValueError(f"clip_norm must be above 0, or None for no clipping, got {clip_norm}")
+    # Update number i (from 0) uses rate(i): the warm-up starts at 1/warmup of the peak, not at an update wasted on 0.
+    warm = lambda i: learning_rate * (i + 1) / max(warmup_steps, 1)
+    after = SCHEDULES[schedule](learning_rate, max(steps - warmup_steps, 1))
+    rate = optax.join_schedules([warm, after], [warmup_steps])
+    decayed = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: _is_matrix(path), params)
+    rule = optax.inject_hyperparams(optax.adamw, static_args=("b1", "b2", "mask"))(
+        learning_rate=rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed
+    )
+    return rule if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), rule)
+
+
+SCHEDULES = {
+    "constant": lambda peak, steps: optax.constant_schedule(peak),
+    "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
+    "cosine": lambda peak, steps: optax.cosine_decay_schedule(peak, steps),
+}
+
+
+def _is_matrix(path: tuple) -> bool:
+    name = str(getattr(path[-1], "key", path[-1]))
+    return not (name.endswith("norm") or name.endswith("bias"))
+
+
+def cut(batch: Batch, microbatches: int, group_microbatches: int) -> Batch:
+    """Cuts P into `microbatches` and G into `group_microbatches` parts: `[cuts, P/m, G/g, ...]` leaves.
+
+    Parts are strided, not contiguous: when P is sharded over devices every micro-batch spans all of them. A prompt whose
+    group is cut goes with each part.
+    """
+    m, g = microbatches, group_microbatches
+    P, G = batch.rollout.tokens_PGT.shape[:2]
+    if P % m or G % g:
+        raise ValueError(
+            f"a batch of {P} prompts × {G} completions cannot be cut into {m} × {g} equal micro-batches: "
+            f"microbatches must divide {P} and group_microbatches must divide {G}"
+        )
+
+    def groups(x):
+        x = x.reshape(P // m, m, G // g, g, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 1)).reshape(m * g, P // m, G // g, *x.shape[4:])
+
+    def prompts(x):
+        x = jnp.moveaxis(x.reshape(P // m, m, *x.shape[1:]), 1, 0)
+        return jnp.repeat(x, g, axis=0)
+
+    parts = jax.tree.map(groups, batch._replace(rollout=batch.rollout._replace(prompts=None)))
+    return parts._replace(rollout=parts.rollout._replace(prompts=jax.tree.map(prompts, batch.rollout.prompts)))
+
+
+def make_train_step(
+    model: LanguageModel,
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    *,
+    microbatches: int = 1,
+    group_microbatches: int = 1,
+    epochs: int = 1,
+    sampling: Sampling = Sampling(),
+    old_logp: str = "sampler",
+    axis_name: str | None = None,
+    chunk: int = CHUNK,
+) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
+    """`step(state, batch) -> (state, metrics)`: `epochs` updates (the paper's μ) on one batch, π_old fixed.
+
+    Each epoch computes `∇ (Σ total / Σ weight)` of `objective.loss` over the whole batch in
+    `microbatches × group_microbatches` parts and applies one `optimizer` update. The batch's prompts must be divisible
+    by `microbatches`, its group size by `group_microbatches` (for groups too large for memory; the prompt is then
+    computed once a part).
+
+    `sampling` is the distribution the rollout was drawn from. `old_logp` says what π_old is: "sampler" keeps
+    `samples.old_logp_T` as the batch has it (the sampler's own log-probabilities: ratios are 1 up to rounding),
+    "first_epoch" takes the first epoch's own log-probabilities (ratios are exactly 1 there, at no further cost; right
+    when the batch was sampled from these very parameters). With `axis_name`, pairs and gradients are summed over that
+    mapped axis before the division. `chunk` is the number of tokens projected on the vocabulary at a time.
+
+    Metrics: `loss`, `grad_norm` (before the optimiser's own clipping), the objective's diagnostics, and `sampler_gap`,
+    the mean of |log π − log π_sampler| in the first epoch, which is rounding noise unless sampler and trainer disagree.
+    """
+    for name, value in (("microbatches", microbatches), ("group_microbatches", group_microbatches), ("epochs", epochs)):
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be a positive integer, got {value!r}")
+    if old_logp not in OLD_LOGP:
+        raise ValueError(f"old_logp must be one of {OLD_LOGP}, got {old_logp!r}")
+    sampling.checked()
+    if sampling.temperature == 0:
+        raise ValueError("temperature must be above 0 in training: a greedy sampler has no policy gradient")
+    with_entropy = "entropy_T" in reads_in_loss(objective)
+    cuts = microbatches * group_microbatches
+
+    def part_loss(params: Params, part: Batch, own_old: bool):
+        rollout, samples = part
+        logp, entropy = completion_scores(
+            model, params, rollout.prompts, rollout.tokens_PGT, rollout.mask_PGT,
+            sampling=sampling, with_entropy=with_entropy, chunk=chunk,
+        )  # fmt: skip
+        fixed = jax.lax.stop_gradient(logp)
+        samples = samples._replace(
+            old_logp_T=fixed if own_old else samples.old_logp_T,
+            entropy_T=entropy if with_entropy else samples.entropy_T,
+        )
+        loss = batch_loss(objective, logp, samples)
+        gap = jnp.where(rollout.mask_PGT, jnp.abs(fixed - rollout.logp_PGT), 0.0)
+        seen = diagnostics(objective, fixed, jax.lax.stop_gradient(samples))
+        seen["sampler_gap"] = Mean(gap.sum(), rollout.mask_PGT.sum().astype(jnp.float32))
+        return loss.total, (loss, seen, fixed)
+
+    def gradient(params: Params, parts: Batch, own_old: bool):
+        """Σ over the parts of gradients of totals, and of pairs; and every part's log-probabilities."""
+
+        def one(part):
+            (_, (loss, seen, logp)), grads = jax.value_and_grad(part_loss, has_aux=True)(params, part, own_old)
+            return (jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, seen), logp
+
+        if cuts == 1:
+            sums, logp = one(jax.tree.map(lambda x: x[0], parts))
+            logp = logp[None]
+        else:
+            shapes = jax.eval_shape(lambda: one(jax.tree.map(lambda x: x[0], parts))[0])
+            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+            def body(sums, part):
+                more, logp = one(part)
+                return add_means(sums, more), logp
+
+            sums, logp = jax.lax.scan(body, zeros, parts)
+        return jax.lax.psum(sums, axis_name) if axis_name else sums, logp
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+        _, params, opt_state = state
+        parts = cut(batch, microbatches, group_microbatches)
+        history = []
+        for epoch in range(epochs):
+            own_old = old_logp == "first_epoch" and epoch == 0
+            (grads, loss, seen), logp = gradient(params, parts, own_old)
+            if own_old:
+                parts = parts._replace(samples=parts.samples._replace(old_logp_T=logp))
+            scale = jnp.where(loss.weight > 0, 1.0 / jnp.where(loss.weight > 0, loss.weight, 1.0), 0.0)
+            grads = jax.tree.map(lambda g, scale=scale: g * scale, grads)
+            if epoch > 0:
+                del seen["sampler_gap"]
+            history.append({"loss": loss.value(), "grad_norm": optax.global_norm(grads)} | _values(seen))
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+            updates, opt_state = optimizer.update(grads, opt_state, params)
+            params = optax.apply_updates(params, updates)
+        metrics = {name: sum(h[name] for h in history if name in h) / sum(name in h for h in history) for name in history[0]}
+        return TrainState(state.step + epochs, params, opt_state), metrics
+
+    return step
+
+
+def _values(means: dict[str, Mean]) -> dict[str, Array]:
+    return {name: mean.value() for name, mean in means.items()}
