@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.types import Array, Params
 
+MATRIX = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 MASKED = -1e30  # a finite score: a row without any key gives a finite, unused output instead of NaN
 
 
@@ -141,15 +142,13 @@ class Block(nn.Module):
         c = self.config
         D, F, d = c.hidden_size, c.intermediate_size, c.head_dim
         H, K = c.num_attention_heads, c.num_key_value_heads
-        matrix = nn.initializers.lecun_normal()
-
         def linear(x, parts, bias):
             """Products with several matrices (name, columns), as one where they are stored as one."""
             names, sizes = [name for name, _ in parts], [size for _, size in parts]
             groups = [("_".join(names), sum(sizes))] if self.fused else parts
             outs = []
             for name, size in groups:
-                y = x @ self.param(name, matrix, (x.shape[-1], size), c.dtype)
+                y = x @ self.param(name, MATRIX, (x.shape[-1], size), c.dtype)
                 if bias:
                     y = y + self.param(f"{name}_bias", nn.initializers.zeros, (size,), c.dtype)
                 outs.append(y)
@@ -160,11 +159,11 @@ class Block(nn.Module):
         q = rotate(q.reshape(-1, H, d), angle_Tf).reshape(-1, K, H // K, d)
         k = rotate(k.reshape(-1, K, d), angle_Tf).swapaxes(0, 1)
         out, kept = attention(q, k, v.reshape(-1, K, d).swapaxes(0, 1))
-        x_TD = x_TD + out.reshape(-1, H * d) @ self.param("o", matrix, (H * d, D), c.dtype)
+        x_TD = x_TD + out.reshape(-1, H * d) @ self.param("o", MATRIX, (H * d, D), c.dtype)
 
         h = rms_norm(x_TD, self.param("post_norm", nn.initializers.ones, (D,), c.dtype), c.rms_norm_eps)
         gate, up = linear(h, [("gate", F), ("up", F)], False)
-        return x_TD + (nn.silu(gate) * up) @ self.param("down", matrix, (F, D), c.dtype), kept
+        return x_TD + (nn.silu(gate) * up) @ self.param("down", MATRIX, (F, D), c.dtype), kept
 
 
 FUSED = (("q", "k", "v"), ("gate", "up"))
@@ -193,7 +192,7 @@ def decoder(config: DecoderConfig, *, remat: bool = True, scan: bool = True) -> 
             "norm": jnp.ones((D,), config.dtype),
         }
         if not config.tie_word_embeddings:
-            params["head"] = nn.initializers.lecun_normal()(head_key, (D, V), config.dtype)
+            params["head"] = MATRIX(head_key, (D, V), config.dtype)
         return params
 
     def run_layers(layers: Params, x_TD: Array, body: Callable, extra: Any) -> tuple[Array, Any]:

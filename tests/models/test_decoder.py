@@ -1,0 +1,146 @@
+"""The decoder's own laws: causality, padding, the shared prompt, and one token at a time."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from conftest import TINY
+
+from grpo_jax.models import DecoderConfig, decoder
+from grpo_jax.models.decoder import attend, rope_frequencies
+
+VARIANTS = {
+    "plain": TINY,
+    "untied, biased": dataclasses.replace(TINY, tie_word_embeddings=False, attention_bias=True),
+    "one head a group, llama3": dataclasses.replace(
+        TINY, num_key_value_heads=4, rope_scaling=("llama3", 8.0, 1.0, 4.0, 64)
+    ),
+}
+
+
+@pytest.fixture(params=VARIANTS.values(), ids=VARIANTS.keys())
+def model_and_params(request):
+    model = decoder(request.param)
+    params = jax.jit(model.init)(jax.random.key(0))
+    # Biases start at zero; give them values that count.
+    return model, jax.tree.map(lambda x: x + 0.1 * jax.random.normal(jax.random.key(1), x.shape), params)
+
+
+def tokens(n, seed=1):
+    return jax.random.randint(jax.random.key(seed), (n,), 0, TINY.vocab_size, jnp.int32)
+
+
+def test_left_padding_changes_nothing(model_and_params):
+    model, params = model_and_params
+    ids = tokens(9)
+    prefill = jax.jit(model.prefill)
+    hidden, _ = prefill(params, ids, jnp.ones(9, bool))
+    padded = jnp.concatenate([jnp.full(4, 17), ids])
+    hidden_padded, _ = prefill(params, padded, jnp.arange(13) >= 4)
+    np.testing.assert_allclose(hidden_padded[4:], hidden, atol=2e-5)
+    assert np.isfinite(hidden_padded).all(), "padding rows must stay finite: a NaN would spread through 0 · NaN"
+
+
+def test_extending_and_decoding_equal_one_pass(model_and_params):
+    model, params = model_and_params
+    ids = tokens(14)
+    prefill, decode = jax.jit(model.prefill), jax.jit(model.decode)
+    hidden, _ = prefill(params, ids, jnp.ones(14, bool))
+    _, cache = prefill(params, jnp.pad(ids[:8], (3, 0)), jnp.arange(11) >= 3)
+    np.testing.assert_allclose(jax.jit(model.extend)(params, cache, ids[8:]), hidden[8:], atol=2e-5)
+    weights, own = model.for_decoding(params), model.empty(6)
+    for i in range(6):
+        one, own = decode(weights, cache, own, jnp.array(i), ids[8 + i])
+        np.testing.assert_allclose(one, hidden[8 + i], atol=2e-5)
+        np.testing.assert_allclose(model.decode_logits(weights, one), model.logits(params, one), atol=1e-5)
+
+
+def test_no_token_sees_the_future_or_padding(model_and_params):
+    """Gradients of a hidden state with respect to later and to masked embeddings are exactly zero."""
+    model, params = model_and_params
+    ids = jnp.arange(10, dtype=jnp.int32)  # distinct tokens: one embedding row a position
+    def state(embed, t):
+        p = params | {"embed": embed}
+        hidden, cache = model.prefill(p, ids[:5], jnp.arange(5) >= 1)
+        return jnp.concatenate([hidden, model.extend(p, cache, ids[5:])])[t].sum()
+
+    gradient = jax.jit(jax.grad(state))
+    for t in (2, 4, 6, 9):
+        touched = np.abs(gradient(params["embed"], t)).sum(-1)[:10] > 0
+        np.testing.assert_array_equal(touched, [1 <= i <= t for i in range(10)])
+
+
+def test_attention_in_parts_is_attention_in_one():
+    k = jax.random.split(jax.random.key(0), 3)
+    q, key, value = (jax.random.normal(x, s) for x, s in zip(k, [(5, 2, 3, 8), (2, 9, 8), (2, 9, 8)], strict=True))
+    mask = jax.random.bernoulli(jax.random.key(3), 0.7, (5, 9)).at[:, 0].set(True)
+    whole = attend(q, [(key, value, mask)])
+    cut = attend(q, [(key[:, :4], value[:, :4], mask[:, :4]), (key[:, 4:], value[:, 4:], mask[:, 4:])])
+    np.testing.assert_allclose(cut, whole, atol=1e-6)
+    score = np.einsum("tkhd,ksd->tkhs", q, key) / np.sqrt(8)
+    score = np.where(np.asarray(mask)[:, None, None], score, -np.inf)
+    p = np.exp(score - score.max(-1, keepdims=True))
+    expected = np.einsum("tkhs,ksd->tkhd", p / p.sum(-1, keepdims=True), value)
+    np.testing.assert_allclose(whole, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{"remat": False}, {"scan": False}])
+def test_remat_and_scan_change_cost_only(options):
+    ids, params = tokens(8), jax.jit(decoder(TINY).init)(jax.random.key(0))
+
+    def loss(model):
+        return jax.jit(jax.value_and_grad(lambda p: jnp.square(model.prefill(p, ids, jnp.ones(8, bool))[0]).mean()))
+
+    chex.assert_trees_all_close(loss(decoder(TINY, **options))(params), loss(decoder(TINY))(params), atol=1e-5)
+
+
+def test_remat_saves_memory(optimized):
+    config = dataclasses.replace(TINY, num_hidden_layers=8, intermediate_size=256)
+    params = jax.eval_shape(decoder(config).init, jax.random.key(0))
+
+    def temporaries(model):
+        loss = lambda p: jnp.square(model.prefill(p, tokens(64), jnp.ones(64, bool))[0]).mean()
+        return jax.jit(jax.grad(loss)).lower(params).compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(decoder(config)) < 0.6 * temporaries(decoder(config, remat=False))
+
+
+def test_bfloat16_parameters_give_float32_logits():
+    model = decoder(dataclasses.replace(TINY, dtype="bfloat16"))
+    params = jax.jit(model.init)(jax.random.key(0))
+    assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
+    hidden, _ = jax.jit(model.prefill)(params, tokens(6), jnp.ones(6, bool))
+    assert hidden.dtype == jnp.bfloat16
+    assert model.logits(params, hidden).dtype == jnp.float32
+
+
+def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths():
+    config = dataclasses.replace(TINY, head_dim=64, rope_scaling=("llama3", 8.0, 1.0, 4.0, 8192))
+    plain = rope_frequencies(dataclasses.replace(config, rope_scaling=None))
+    scaled = rope_frequencies(config)
+    wavelength = 2 * np.pi / plain
+    np.testing.assert_allclose(scaled[wavelength < 8192 / 4], plain[wavelength < 8192 / 4])
+    np.testing.assert_allclose(scaled[wavelength > 8192], plain[wavelength > 8192] / 8, rtol=1e-6)
+
+
+def test_equal_configurations_are_one_model():
+    assert decoder(TINY) is decoder(dataclasses.replace(TINY))
+    assert decoder(TINY) is not decoder(TINY, remat=False)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 0}, "hidden_size must be a positive integer"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
+        ({"head_dim": 7}, "head_dim must be even"),
+        ({"rope_scaling": ("yarn", 1, 2, 3, 4)}, "rope_scaling must be"),
+        ({"dtype": "float8"}, "dtype must be"),
+    ],
+)
+def test_bad_configurations_are_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        DecoderConfig(**dataclasses.asdict(TINY) | change)

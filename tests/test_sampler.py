@@ -1,0 +1,116 @@
+"""The sampler against the trainer's log-probabilities, and the laws of stopping and of noise."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from grpo_jax.policy import Sampling, completion_logp
+from grpo_jax.sampler import draw, generate
+
+KEY = jax.random.key(7)
+
+
+def sample(model, params, prompts, key=KEY, group_size=4, max_new_tokens=10, **options):
+    return generate(model, params, prompts, key, group_size=group_size, max_new_tokens=max_new_tokens, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.2}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.9}],
+    ids=str,
+)
+def test_log_probabilities_equal_the_trainers(tiny_model, tiny_params, prompts, options):
+    out = sample(tiny_model, tiny_params, prompts, stop_ids=(3, 5), **options)
+    logp = completion_logp(tiny_model, tiny_params, prompts, out.tokens_PGT, out.mask_PGT, **options)
+    np.testing.assert_allclose(out.logp_PGT, logp, atol=1e-5)
+
+
+def test_another_temperature_would_show(tiny_model, tiny_params, prompts):
+    out = sample(tiny_model, tiny_params, prompts, temperature=0.9)
+    logp = completion_logp(tiny_model, tiny_params, prompts, out.tokens_PGT, out.mask_PGT)
+    assert np.abs(out.logp_PGT - logp).max() > 1e-2
+
+
+def test_the_mask_ends_with_the_stop_token(tiny_model, tiny_params, prompts):
+    stop_ids = (3, 5, 8, 11)
+    out = sample(tiny_model, tiny_params, prompts, group_size=16, max_new_tokens=12, stop_ids=stop_ids, pad_id=3)
+    tokens, mask, stopped = map(np.asarray, (out.tokens_PGT, out.mask_PGT, out.stopped_PG))
+    lengths = mask.sum(-1)
+    assert stopped.any()
+    assert not stopped.all()
+    for index in np.ndindex(stopped.shape):
+        n = lengths[index]
+        assert mask[index][:n].all()
+        is_stop = np.isin(tokens[index], stop_ids)
+        assert not is_stop[: n - 1].any(), "a stop token inside a completion"
+        assert is_stop[n - 1] == stopped[index], "the stop token is part of the completion"
+        assert (tokens[index][n:] == 3).all(), "padding, here equal to a stop id"
+        if not stopped[index]:
+            assert n == 12
+
+
+def test_greedy_takes_the_most_likely_token(tiny_model, tiny_params, prompts):
+    out = sample(tiny_model, tiny_params, prompts, group_size=1, temperature=0.0)
+    ids = np.concatenate([np.asarray(prompts.tokens_PS[1])[3:], out.tokens_PGT[1, 0]])
+    hidden, _ = tiny_model.prefill(tiny_params, jnp.asarray(ids), jnp.ones(len(ids), bool))
+    best = np.asarray(tiny_model.logits(tiny_params, hidden)).argmax(-1)
+    np.testing.assert_array_equal(out.tokens_PGT[1, 0], best[8:-1])
+    logp = completion_logp(tiny_model, tiny_params, prompts, out.tokens_PGT, out.mask_PGT)
+    np.testing.assert_allclose(out.logp_PGT, logp, atol=1e-5)
+
+
+def test_noise_depends_on_key_prompt_and_sample_alone(tiny_model, tiny_params, prompts):
+    whole = sample(tiny_model, tiny_params, prompts)
+    again = sample(tiny_model, tiny_params, prompts)
+    np.testing.assert_array_equal(whole.tokens_PGT, again.tokens_PGT)
+    other = sample(tiny_model, tiny_params, prompts, key=jax.random.key(8))
+    assert (np.asarray(whole.tokens_PGT) != np.asarray(other.tokens_PGT)).any()
+    half = sample(tiny_model, tiny_params, jax.tree.map(lambda x: x[2:], prompts), first_prompt=2)
+    np.testing.assert_array_equal(whole.tokens_PGT[2:], half.tokens_PGT)
+    fewer = sample(tiny_model, tiny_params, prompts, group_size=2)
+    np.testing.assert_array_equal(whole.tokens_PGT[:, :2], fewer.tokens_PGT)
+
+
+def test_equal_prompts_and_samples_draw_different_noise(tiny_model, tiny_params, prompts):
+    same = jax.tree.map(lambda x: jnp.repeat(x[:1], 4, axis=0), prompts)
+    out = np.asarray(sample(tiny_model, tiny_params, same).tokens_PGT).reshape(16, -1)
+    assert len({tuple(row) for row in out}) == 16
+
+
+def test_draws_follow_the_distribution():
+    p = np.array([0.1, 0.2, 0.0, 0.4, 0.25, 0.05])
+    logits = jnp.maximum(jnp.log(p), -1e30)
+    n = 50_000
+    tokens = jax.vmap(draw, (0, None))(jax.random.split(KEY, n), logits)
+    count = np.bincount(np.asarray(tokens), minlength=6)
+    assert count[2] == 0
+    # Pearson's statistic with 4 degrees of freedom: 18.5 has a chance of .001.
+    assert (((count - n * p) ** 2)[p > 0] / (n * p[p > 0])).sum() < 18.5
+
+
+def test_a_distribution_of_one_token_is_drawn_at_any_place():
+    for V in (1, 2, 3, 64, 65, 1000):
+        for token in {0, V // 2, V - 1}:
+            logits = jnp.full(V, -1e30).at[token].set(2.0)
+            drawn = jax.vmap(draw, (0, None))(jax.random.split(KEY, 50), logits)
+            assert (np.asarray(drawn) == token).all()
+
+
+def test_sampling_stops_when_all_have_stopped(tiny_model, tiny_params, prompts):
+    """Every token stops: one token each, whatever the limit."""
+    out = sample(tiny_model, tiny_params, prompts, stop_ids=tuple(range(61)))
+    np.testing.assert_array_equal(out.mask_PGT.sum(-1), 1)
+    assert np.asarray(out.stopped_PG).all()
+
+
+@pytest.mark.parametrize("options", [{"group_size": 0}, {"max_new_tokens": 0}])
+def test_sizes_are_checked(tiny_model, tiny_params, prompts, options):
+    with pytest.raises(ValueError, match="must be at least 1"):
+        sample(tiny_model, tiny_params, prompts, **options)
+
+
+def test_sampling_settings_are_checked(tiny_model, tiny_params, prompts):
+    with pytest.raises(ValueError, match="top_p must be in"):
+        sample(tiny_model, tiny_params, prompts, top_p=2.0)
+    assert Sampling().checked() == Sampling()
