@@ -15,7 +15,7 @@ LENGTHS = ((6, 1, 4, 3, 5), (2, 5, 6, 1, 3), (3, 3, 2, 6, 4))
 REWARDS = ((1.0, 0.0, 0.0, 1.0, 0.0), (0.9, math.nan, 0.7, 0.4, 0.1), (0.7, 0.7, 0.7, 0.7, 0.7))
 T = 7
 LOG_RATIOS = (-0.61, 0.33, 0.05, -0.3, 0.15, -0.12, 0.47, -0.02, 0.21, -0.18, 0.26)
-REQUIRED = {"dr_grpo": {"max_length": 8}}
+REQUIRED = {"dr_grpo": {"max_length": 8}, "pass_at_k": {"k": 2}}
 
 
 def preset(name):
@@ -73,6 +73,7 @@ def arrays(lists, dtype=jnp.float32):
         ref_logp_T=field("ref"),
         sampler_logp_T=field("sampler"),
         reward_T=field("steps", math.nan),
+        adv=jnp.zeros(lengths.shape, dtype),
         stopped=jnp.ones(lengths.shape, bool),
         age=jnp.zeros(lengths.shape, jnp.int32),
         old_value_T=field("old_value"),

@@ -252,8 +252,8 @@ def maxrl(batch, logp, at):
     return ppo_loss(batch, logp, groups_of(over_mean, batch), "token")
 
 
-def pass_at_4(batch, logp, at):
-    return ppo_loss(batch, logp, groups_of(pass_at_k, batch, k=4), "token")
+def pass_at_2(batch, logp, at):
+    return ppo_loss(batch, logp, groups_of(pass_at_k, batch, k=2), "token")
 
 
 def gdpo_loss(batch, logp, at):
@@ -414,7 +414,7 @@ LOSSES = {
     "kimi": kimi,
     "lite_ppo": lite_ppo,
     "maxrl": maxrl,
-    "pass_at_k": pass_at_4,
+    "pass_at_k": pass_at_2,
     "gdpo": gdpo_loss,
     "opo": opo,
     "rloo": rloo,

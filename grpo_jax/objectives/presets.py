@@ -250,6 +250,7 @@ def reinforce(*, gamma: float = 1.0, beta: float = 0.0) -> Objective:
 
 def reinforce_baseline(*, gamma: float = 1.0, beta: float = 0.0, value_coef: float = 0.5) -> Objective:
     """1/B Σ_i Σ_t −(G_t − V_t)·log π + value_coef·½(V − G)²: a critic as the baseline. Williams 1992, §4."""
+    _positive(value_coef=value_coef)
     objective = reinforce(gamma=gamma, beta=beta)
     objective = objective._replace(prepare=_after(objective.prepare, preparations.minus_value))
     return value_loss(objective, coef=value_coef, clip=None)
@@ -284,6 +285,7 @@ def ppo(
     """
     _share(gamma=gamma, lam=lam)
     _not_negative(beta=beta, entropy_coef=entropy_coef)
+    _positive(value_coef=value_coef, **({} if value_clip is None else {"value_clip": value_clip}))
     advantages = functools.partial(preparations.gae_advantages, gamma=gamma, lam=lam)
     prepare = _token_returns(beta, advantages, preparations.whiten_tokens)
     objective = Objective(raw, compose(per_token, _clip(low, high), token_mean), prepare)
