@@ -291,7 +291,7 @@ def _listed(item: Item) -> str:
     return f"{item.count} {item.vehicle}s at ${money(item.rate)} per day each"
 
 
-INSTRUCTION = "Write one short calculation, then the total in dollars as the last number."
+INSTRUCTION = "Answer in one short sentence with the calculation."
 
 
 class Wording(NamedTuple):

@@ -134,7 +134,7 @@ def test_the_instruction_is_part_of_the_natural_prompt():
     row = task.train[0]
     content = task.prompt(row)[0]["content"]
     assert content.startswith(row["question"])
-    assert "last number" in content
+    assert "the calculation" in content
 
 
 def test_level_features():
