@@ -25,7 +25,7 @@ class Saved(NamedTuple):
 
 
 def open_checkpoints(folder: str | Path, *, keep: int = 2) -> Checkpoints:
-    """The checkpoints of a run, as a context manager: the newest `keep` stay, and number 0, the policy it started from."""
+    """The checkpoints of a run, as a context manager: the newest `keep` stay, and number 0, where it started from."""
     if keep < 1:
         raise ValueError(f"keep must be at least 1, got {keep}")
     policies = ocp.training.preservation_policies
@@ -82,7 +82,6 @@ def _known(checkpoints: Checkpoints, iteration: int | None) -> int:
     if iteration is None and known:
         return known[-1]
     if iteration not in known:
-        raise FileNotFoundError(
-            f"no checkpoint {'' if iteration is None else f'{iteration} '}in {checkpoints.directory}; there are: {known}"
-        )
+        which = "" if iteration is None else f"{iteration} "
+        raise FileNotFoundError(f"no checkpoint {which}in {checkpoints.directory}; there are: {known}")
     return iteration

@@ -76,7 +76,8 @@ def evaluate(
             group_size=samples, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids,
             pad_id=tokenizer.pad_id, first_prompt=start, **sampling._asdict(),
         )  # fmt: skip
-        rollout = jax.tree.map(lambda x, n=len(index): np.asarray(x)[:n], rollout)
+        count = len(index)
+        rollout = jax.tree.map(lambda x, n=count: np.asarray(x)[:n], rollout)
         part = completion_texts(tokenizer, rollout)
         part_rows = [rows[i] for i in index]
         rewards.append(score(task.reward, part_rows, prompt_texts(task, part_rows), part).reward_PG)
@@ -109,7 +110,7 @@ def pass_at_k(correct_PN: np.ndarray, k: int) -> float:
 
 
 def failures(task: Task, rows: Sequence[dict], result: Evaluation, *, threshold: float = 1.0) -> list[dict]:
-    """The completions whose reward is below `threshold` or unknown, with their question and answer, as JSON-able rows."""
+    """The completions whose reward is below `threshold` or unknown, with question and answer, as JSON-able rows."""
     return [
         row | {"prompt": prompt, "completion": text, "reward": None if np.isnan(reward) else float(reward)}
         for row, prompt, row_texts, row_rewards in zip(

@@ -1,7 +1,7 @@
 """Training as generators of (state, metrics): logging, evaluation and saving stand in the caller's own `for` loop.
 
-Everything random is a function of the root key and the iteration, and the rows of an iteration are a function of the seed
-and its number: what continues from a saved state equals what was never interrupted.
+Everything random is a function of the root key and the iteration, and the rows of an iteration are a function of the
+seed and its number: what continues from a saved state equals what was never interrupted.
 
 Left out on purpose: callbacks, a trainer class, files.
 """
@@ -21,7 +21,16 @@ from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, reads, reads_in_prepare
 from grpo_jax.policy import CHUNK, Sampling
 from grpo_jax.rewards import score as score_rewards
-from grpo_jax.rollout import assemble, completion_texts, encode, group_statistics, prompt_texts, score, step_rewards, trim
+from grpo_jax.rollout import (
+    assemble,
+    completion_texts,
+    encode,
+    group_statistics,
+    prompt_texts,
+    score,
+    step_rewards,
+    trim,
+)
 from grpo_jax.sampler import generate
 from grpo_jax.tasks import Task
 from grpo_jax.tokenizer import Tokenizer
@@ -89,15 +98,15 @@ def train(
 ) -> Iterator[tuple[Saved, dict]]:
     """GRPO, one yield of `(saved, metrics)` an iteration: sample, score, update.
 
-    Each iteration draws `group_size` completions for each of `prompts_per_step` rows of `task.train`, scores them with the
-    task's reward, and makes `epochs` updates. `steps` counts iterations from the very beginning; with `saved` (what an
-    earlier call yielded, or a checkpoint) the run continues behind it. `saved.state` holds parameters and optimiser state;
-    its arrays are consumed by the next iteration, so copy what must outlive it.
+    Each iteration draws `group_size` completions for each of `prompts_per_step` rows of `task.train`, scores them with
+    the task's reward, and makes `epochs` updates. `steps` counts iterations from the very beginning; with `saved` (what
+    an earlier call yielded, or a checkpoint) the run continues behind it. `saved.state` holds parameters and optimiser
+    state; its arrays are consumed by the next iteration, so copy what must outlive it.
 
     The reference policy is `reference`, by default the parameters at the start, and is evaluated only if the objective
     reads it; `update_reference(reference, params, iteration) -> reference` moves it after each iteration (the moving
-    reference is then part of `saved`). `reward_weights` weigh several reward functions, `on_error="none"` counts failing
-    rewards as unscorable. `length_buckets` is the number of completion lengths that the update is compiled for.
+    reference is then part of `saved`). `reward_weights` weigh several reward functions, `on_error="none"` counts
+    failing rewards as unscorable. `length_buckets` is the number of completion lengths the update is compiled for.
 
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
     scoring and updating, and `completions`: prompt, completion, reward of each, as rows.
@@ -137,7 +146,9 @@ def train(
         if reference is not None:
             samples["ref_logp_T"] = score(model, reference, rollout, sampling=sampling, chunk=chunk)[0]
         if "entropy_T" in prepare_fields:
-            _, samples["entropy_T"] = score(model, state.params, rollout, sampling=sampling, with_entropy=True, chunk=chunk)
+            _, samples["entropy_T"] = score(
+                model, state.params, rollout, sampling=sampling, with_entropy=True, chunk=chunk
+            )
         batch = assemble(objective, rollout, jnp.asarray(scores.reward_PG, jnp.float32), **samples)
         state, metrics = step(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
@@ -220,11 +231,12 @@ def _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buc
 
 def _check_gap(metrics: dict, config) -> None:
     """In the first epoch on a batch sampler and trainer have the same parameters: they must agree."""
-    gap, limit = metrics["sampler_gap"], GAP.get(str(getattr(config, "dtype", "float32")), 1e-3)
+    dtype = str(getattr(config, "dtype", "float32"))
+    gap, limit = metrics["sampler_gap"], GAP[dtype]
     if gap > limit:
         raise SamplerMismatchError(
-            f"the trainer's log-probabilities differ from the sampler's by {gap:.2g} a token on average (limit {limit:g} "
-            f"for {getattr(config, 'dtype', 'float32')}): temperature, filters, positions or weights are not the same"
+            f"the trainer's log-probabilities differ from the sampler's by {gap:.2g} a token on average (limit "
+            f"{limit:g} for {dtype}): temperature, filters, positions or weights are not the same"
         )
 
 

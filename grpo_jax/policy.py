@@ -51,7 +51,7 @@ def kept_logits(logits_V: Array, sampling: Sampling, token: Array | None = None)
 
     top_k keeps the k largest (ties included), top_p (Holtzman et al. 2019, 1904.09751) the smallest set of most likely
     tokens whose probability reaches p, min_p (Nguyen et al. 2024, 2407.01082) those with at least p times the largest
-    probability. `token` is kept in any case: a token that was drawn stays possible when it sits on the edge of a filter.
+    probability. `token` is kept in any case: a token that was drawn stays possible on the edge of a filter.
     """
     logits_V = logits_V.astype(jnp.float32)
     if sampling.temperature == 0:

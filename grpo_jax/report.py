@@ -109,6 +109,11 @@ def append_line(path: str | Path, row: Mapping[str, Any]) -> None:
         file.write(line.encode())
 
 
+def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Writes JSON objects, one a line, all or nothing."""
+    _replace(Path(path), "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows).encode())
+
+
 def read_lines(path: str | Path) -> list[dict]:
     """The objects of a JSONL file; none where there is no file. A last line cut short by a kill is left out."""
     path = Path(path)

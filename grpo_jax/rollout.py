@@ -35,7 +35,9 @@ def completion_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[list[str]]:
     """The completions as text, `[P][G]`, without the stop token that ended them."""
     tokens, mask, stopped = (np.asarray(x) for x in (rollout.tokens_PGT, rollout.mask_PGT, rollout.stopped_PG))
     length = mask.sum(-1) - stopped
-    return [[tokenizer.decode(ids[:n]) for ids, n in zip(*group, strict=True)] for group in zip(tokens, length, strict=True)]
+    return [
+        [tokenizer.decode(ids[:n]) for ids, n in zip(*group, strict=True)] for group in zip(tokens, length, strict=True)
+    ]
 
 
 def trim(rollout: Rollout, buckets: int) -> Rollout:
@@ -74,9 +76,9 @@ def score(
 def assemble(objective: Objective, rollout: Rollout, reward_PG: Array, **fields: Any) -> Batch:
     """The batch that the train step takes: advantages of every group, the sampler's log-probabilities as π_old.
 
-    `reward_PG` holds NaN where a completion cannot be scored. `fields` are further fields of `Sample` that the objective
-    reads (`ref_logp_T`, `reward_T`, `entropy_T`, `old_value_T`, `age`, ...), with their leading axes P, G. The objective's `prepare`
-    then sees the whole batch once.
+    `reward_PG` holds NaN where a completion cannot be scored. `fields` are further fields of `Sample` that the
+    objective reads (`ref_logp_T`, `reward_T`, `entropy_T`, `old_value_T`, `age`, ...), with their leading axes P, G.
+    The objective's `prepare` then sees the whole batch once.
     """
     samples = Sample(
         mask_T=rollout.mask_PGT,

@@ -38,10 +38,10 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW behind a clip of the global norm, its rate warmed up linearly and decayed over `steps` updates.
 
-    `learning_rate` is the peak. After `warmup_steps` updates the "constant" schedule keeps it, "linear" and "cosine" lower
-    it to 0 at the last of `steps` updates (epochs included: the real number of optimiser updates). Weight decay (Loshchilov
-    & Hutter 2019, 1711.05101) leaves norms and biases alone. `clip_norm` None switches clipping off. The rate in use is
-    kept in the state as a hyper-parameter, for the log.
+    `learning_rate` is the peak. After `warmup_steps` updates the "constant" schedule keeps it, "linear" and "cosine"
+    lower it to 0 at the last of `steps` updates (epochs included: the real number of optimiser updates). Weight decay
+    (Loshchilov & Hutter 2019, 1711.05101) leaves norms and biases alone. `clip_norm` None switches clipping off. The
+    rate in use is kept in the state as a hyper-parameter, for the log.
     """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {tuple(SCHEDULES)}, got {schedule!r}")
@@ -79,8 +79,8 @@ def _is_matrix(path: tuple) -> bool:
 def cut(batch: Batch, microbatches: int, group_microbatches: int) -> Batch:
     """Cuts P into `microbatches` and G into `group_microbatches` parts: `[cuts, P/m, G/g, ...]` leaves.
 
-    Parts are strided, not contiguous: when P is sharded over devices every micro-batch spans all of them. A prompt whose
-    group is cut goes with each part.
+    Parts are strided, not contiguous: when P is sharded over devices every micro-batch spans all of them. A prompt
+    whose group is cut goes with each part.
     """
     m, g = microbatches, group_microbatches
     P, G = batch.rollout.tokens_PGT.shape[:2]
@@ -197,7 +197,9 @@ def make_train_step(
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
-        metrics = {name: sum(h[name] for h in history if name in h) / sum(name in h for h in history) for name in history[0]}
+        metrics = {
+            name: sum(h[name] for h in history if name in h) / sum(name in h for h in history) for name in history[0]
+        }
         return TrainState(state.step + epochs, params, opt_state), metrics
 
     return step

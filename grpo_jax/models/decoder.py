@@ -1,8 +1,9 @@
 """A Llama decoder as pure functions: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
-One Flax (Linen) module describes a block; it is given its attention as a function, so that encoding a prompt, training on
-a completion and decoding one token run the same block. Layers are stacked and scanned with rematerialisation for
-training (one layer is compiled, one layer's activations live), and unstacked for decoding (no weight is copied per token).
+One Flax (Linen) module describes a block; it is given its attention as a function, so that encoding a prompt, training
+on a completion and decoding one token run the same block. Layers are stacked and scanned with rematerialisation for
+training (one layer is compiled, one layer's activations live), and unstacked for decoding (no weight is copied for each
+token).
 
 A completion attends to its prompt's keys and to its own in two parts that share one softmax: the prompt's keys are
 neither repeated nor concatenated, so under `vmap` over a group the prompt part is one matrix product for all queries.
@@ -51,8 +52,16 @@ class DecoderConfig:
     dtype: str = "float32"
 
     def __post_init__(self):
-        for field in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                      "num_key_value_heads", "head_dim", "max_position_embeddings"):
+        for field in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
             value = getattr(self, field)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{field} must be a positive integer, got {value!r}")
@@ -85,7 +94,7 @@ def rms_norm(x_TD: Array, scale_D: Array, eps: float) -> Array:
 
 
 def rope_frequencies(config: DecoderConfig) -> Array:
-    """`theta^(−2i/d)`, i < d/2 (Su et al. 2021, 2104.09864), with Llama 3's stretch of long wavelengths if configured."""
+    """`theta^(−2i/d)`, i < d/2 (Su et al. 2021, 2104.09864); long wavelengths stretched as in Llama 3 if configured."""
     d = config.head_dim
     frequency = config.rope_theta ** (-jnp.arange(0, d, 2, dtype=jnp.float32) / d)
     if config.rope_scaling is None:
@@ -122,9 +131,7 @@ def attend(q_TKhd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
     for score, (_, v_KSd, _) in zip(scores, parts, strict=True):
         weight = jnp.exp(score - top)
         total = total + weight.sum(-1)
-        out = out + jnp.einsum(
-            "khts,ksd->tkhd", weight.astype(v_KSd.dtype), v_KSd, preferred_element_type=jnp.float32
-        )
+        out = out + jnp.einsum("khts,ksd->tkhd", weight.astype(v_KSd.dtype), v_KSd, preferred_element_type=jnp.float32)
     return (out / jnp.moveaxis(total, -1, 0)[..., None]).astype(q_TKhd.dtype)
 
 
@@ -142,6 +149,7 @@ class Block(nn.Module):
         c = self.config
         D, F, d = c.hidden_size, c.intermediate_size, c.head_dim
         H, K = c.num_attention_heads, c.num_key_value_heads
+
         def linear(x, parts, bias):
             """Products with several matrices (name, columns), as one where they are stored as one."""
             names, sizes = [name for name, _ in parts], [size for _, size in parts]
@@ -169,14 +177,16 @@ class Block(nn.Module):
 FUSED = (("q", "k", "v"), ("gate", "up"))
 
 
-@lru_cache(maxsize=64)  # equal configurations give one model, hence one compilation of what takes it as a static argument
+@lru_cache(
+    maxsize=64
+)  # equal configurations give one model, hence one compilation of what takes it as a static argument
 def decoder(config: DecoderConfig, *, remat: bool = True, scan: bool = True) -> LanguageModel:
     """The functions of a decoder (see `LanguageModel`).
 
-    Parameters: `{"embed": [V, D], "layers": {name: [L, ...]}, "norm": [D], "head": [D, V] unless tied}`, matrices stored
-    (in, out). `remat` keeps only each layer's input for the backward pass and computes the rest again: about a third
-    more arithmetic, and memory that does not grow with the layers' inner sizes. `scan=False` unrolls the layers (longer
-    compilation; XLA's cost analysis, which counts a loop's body once, then counts every layer).
+    Parameters: `{"embed": [V, D], "layers": {name: [L, ...]}, "norm": [D], "head": [D, V] unless tied}`, matrices
+    stored (in, out). `remat` keeps only each layer's input for the backward pass and computes the rest again: about a
+    third more arithmetic, and memory that does not grow with the layers' inner sizes. `scan=False` unrolls the layers
+    (longer compilation; XLA's cost analysis, which counts a loop's body once, then counts every layer).
     """
     frequencies = partial(rope_frequencies, config)
     block, fused_block = Block(config), Block(config, fused=True)

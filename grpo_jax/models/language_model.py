@@ -11,14 +11,14 @@ class LanguageModel(NamedTuple):
     """Pure functions of one sequence; `policy` and `sampler` take these and never import a model.
 
     ```
-    init(key)                                      -> params
-    prefill(params, tokens_S, mask_S)              -> hidden_SD, cache      a left-padded prompt, encoded once
-    extend(params, cache, tokens_T)                -> hidden_TD             a completion after that prompt
-    logits(params, hidden_D)                       -> logits_V              float32, any leading axes
-    for_decoding(params)                           -> weights               the layout `decode` and `decode_logits` read
-    empty(max_tokens)                              -> own                   a completion's own cache, before its first token
-    decode(weights, cache, own, index, token)      -> hidden_D, own         token number `index` of the completion
-    decode_logits(weights, hidden_D)               -> logits_V
+    init(key)                                   -> params
+    prefill(params, tokens_S, mask_S)           -> hidden_SD, cache   a left-padded prompt, encoded once
+    extend(params, cache, tokens_T)             -> hidden_TD          a completion after that prompt
+    logits(params, hidden_D)                    -> logits_V           float32, any leading axes
+    for_decoding(params)                        -> weights            the layout `decode` and `decode_logits` read
+    empty(max_tokens)                           -> own                a completion's own cache, before its first token
+    decode(weights, cache, own, index, token)   -> hidden_D, own      token number `index` of the completion
+    decode_logits(weights, hidden_D)            -> logits_V
     ```
 
     `cache` holds a prompt's keys and values and is shared by its group: map `extend` and `decode` over completions

@@ -1,0 +1,201 @@
+"""grpo-jax train | eval | sample: the command line.
+
+Left out on purpose: anything a program could not do with the library; every command is a few calls of it.
+"""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.console import Console
+
+from grpo_jax.config import TrainConfig, load_config
+
+RUNS = "runs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Train(TrainConfig):
+    __doc__ = TrainConfig.__doc__
+
+    resume: str | None = None
+    """A run folder to continue behind its newest checkpoint, with the options it was started with."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Held-out accuracy of a run (greedy), pass@k if asked for, and its failures written out to read."""
+
+    run: tyro.conf.Positional[str]
+    """The run folder."""
+    checkpoint: int | None = None
+    """Iteration of the checkpoint; None takes the newest."""
+    rows: int | None = None
+    """Held-out rows to evaluate on; None takes what the run used."""
+    k: tuple[int, ...] = ()
+    """The k of pass@k, e.g. 1 4 8; samples beside the greedy completion."""
+    samples: int | None = None
+    """Completions sampled for each row for pass@k; None takes the largest k."""
+    temperature: float = 1.0
+    """Of the samples for pass@k; a setting of its own, whatever training used."""
+    top_p: float | None = None
+    """Of the samples for pass@k: keep the most likely tokens up to this probability."""
+    top_k: int | None = None
+    """Of the samples for pass@k: keep this many most likely tokens."""
+    max_new_tokens: int | None = None
+    """Length limit in tokens; None takes that of the run."""
+    seed: int = 0
+    """Of the samples for pass@k."""
+    json: bool = False
+    """Print the figures as one JSON object."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A run's answer to a question of yours."""
+
+    run: tyro.conf.Positional[str]
+    """The run folder."""
+    text: tyro.conf.Positional[str]
+    """The question."""
+    checkpoint: int | None = None
+    """Iteration of the checkpoint; None takes the newest."""
+    number: int = 1
+    """How many answers."""
+    temperature: float = 0.0
+    """0 takes the most likely token each time; above 0 it samples."""
+    max_new_tokens: int | None = None
+    """Length limit in tokens; None takes that of the run."""
+    seed: int = 0
+    """Of the sampling."""
+    json: bool = False
+    """Print the answers as one JSON object."""
+
+
+Command = (
+    Annotated[Train, tyro.conf.subcommand("train")]
+    | Annotated[Eval, tyro.conf.subcommand("eval")]
+    | Annotated[Sample, tyro.conf.subcommand("sample")]
+)
+
+
+def train(command: Train) -> None:
+    from grpo_jax import run
+
+    config = TrainConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(TrainConfig)})
+    if command.resume is None:
+        out = config.out or str(run.next_folder(RUNS, f"{config.task}-{Path(config.model).name}"))
+        run.train(dataclasses.replace(config, out=out).resolved())
+        return
+    given = [
+        f.name for f in dataclasses.fields(TrainConfig) if getattr(config, f.name) != f.default and f.name != "out"
+    ]
+    if given:
+        flags = ", ".join("--" + name.replace("_", "-") for name in given)
+        raise ValueError(f"--resume takes every option from the run's config.json; leave out {flags}")
+    run.train(dataclasses.replace(load_config(command.resume), out=command.resume), resume=True)
+
+
+def evaluate(command: Eval) -> None:
+    import jax
+
+    from grpo_jax import run
+    from grpo_jax.evaluate import failures, pass_at_k
+    from grpo_jax.policy import Sampling
+    from grpo_jax.report import write_rows
+
+    if command.k and min(command.k) < 1:
+        raise ValueError(f"--k must be at least 1, got {command.k}")
+    samples = command.samples or max(command.k, default=1)
+    if command.k and samples < max(command.k):
+        raise ValueError(f"--samples ({samples}) must be at least the largest --k ({max(command.k)})")
+    sampling = Sampling(command.temperature, command.top_k, command.top_p).checked()
+    if command.k and sampling.temperature == 0:
+        raise ValueError("--temperature must be above 0 for pass@k: greedy samples are all the same")
+    opened = run.open_run(command.run, command.checkpoint)
+    config = dataclasses.replace(
+        opened.config,
+        eval_rows=command.rows or opened.config.eval_rows,
+        max_new_tokens=command.max_new_tokens or opened.config.max_new_tokens,
+    )
+    rows, greedy = run.held_out(config, opened.parts, opened.params)
+    wrong = failures(opened.parts.task, rows, greedy)
+    path = Path(command.run) / "failures.jsonl"
+    write_rows(path, wrong)
+    figures = {
+        "held_out": greedy.accuracy,
+        "rows": len(rows),
+        "unscorable": greedy.unscorable,
+        "length": greedy.length,
+        "truncated": greedy.truncated,
+        "checkpoint": opened.iteration,
+        "failures": len(wrong),
+        "failures_file": str(path),
+    }
+    if command.k:
+        _, drawn = run.held_out(
+            config, opened.parts, opened.params,
+            samples=samples, sampling=sampling, key=jax.random.key(command.seed),
+            batch_size=max(1, config.eval_batch // samples),
+        )  # fmt: skip
+        figures |= {f"pass@{k}": pass_at_k(drawn.reward_PN >= 1, k) for k in command.k}
+    if command.json:
+        print(json.dumps(figures))
+    else:
+        _show_figures(figures, wrong)
+
+
+def _show_figures(figures: dict, wrong: list[dict]) -> None:
+    from rich.table import Table
+
+    console, table = Console(), Table(show_header=False, box=None, padding=(0, 2))
+    for name, value in figures.items():
+        shown = f"{value:.4g}" if isinstance(value, float) else str(value)
+        table.add_row(name.replace("_", " "), shown)
+    console.print(table)
+    for row in wrong[:3]:
+        console.rule("a failure", style="dim")
+        console.print(f"{row['prompt']}\n→ {row['completion']}\n(answer: {row.get('answer')})", markup=False)
+
+
+def sample(command: Sample) -> None:
+    import jax
+
+    from grpo_jax import run
+    from grpo_jax.rollout import completion_texts
+    from grpo_jax.sampler import generate
+    from grpo_jax.tokenizer import pad_prompts
+
+    if command.number < 1:
+        raise ValueError(f"--number must be at least 1, got {command.number}")
+    opened = run.open_run(command.run, command.checkpoint)
+    tokenizer = opened.parts.tokenizer
+    prompts = pad_prompts([tokenizer.render([{"role": "user", "content": command.text}])], tokenizer.pad_id)
+    rollout = generate(
+        opened.parts.model, opened.params, prompts, jax.random.key(command.seed),
+        group_size=command.number, max_new_tokens=command.max_new_tokens or opened.config.max_new_tokens,
+        temperature=command.temperature, stop_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id,
+    )  # fmt: skip
+    texts = completion_texts(tokenizer, rollout)[0]
+    print(json.dumps({"question": command.text, "answers": texts}) if command.json else "\n".join(texts))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    command = tyro.cli(Command, prog="grpo-jax", description=__doc__.splitlines()[0], args=arguments)
+    actions = {Train: train, Eval: evaluate, Sample: sample}
+    try:
+        actions[type(command)](command)
+    except (ValueError, FileNotFoundError, FileExistsError) as error:
+        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        return 2
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; continue with: grpo-jax train --resume RUN")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

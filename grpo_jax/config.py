@@ -1,0 +1,244 @@
+"""What a run is: one flat dataclass, checked when it is made, saved as config.json.
+
+`None` stands for "by the model": a tiny model from scratch and a pretrained one want other numbers; `resolved` fills
+them in. Left out on purpose: everything an objective or a task already takes by itself; those are passed through by
+name (`--objective-args`, `--task-args`) and checked against the function's own signature.
+"""
+
+import dataclasses
+import difflib
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from grpo_jax.loop import ON_ERROR
+from grpo_jax.models import DecoderConfig
+from grpo_jax.objectives import PRESETS
+from grpo_jax.policy import Sampling
+from grpo_jax.tasks import TASKS
+from grpo_jax.train_step import OLD_LOGP, SCHEDULES
+
+TINY = "tiny"
+
+BY_MODEL: dict[bool, dict[str, Any]] = {
+    True: {  # the tiny model
+        "task_args": {"wording": "terse"},
+        "objective_args": {"beta": 0.001},
+        "steps": 150,
+        "prompts": 32,
+        "group_size": 8,
+        "max_new_tokens": 16,
+        "learning_rate": 5e-4,
+        "warm_up": 150,
+        "eval_every": 15,
+        "microbatches": 1,
+    },
+    False: {  # a pretrained model
+        "task_args": {"wording": "natural"},
+        "objective_args": {"beta": 0.0},
+        "steps": 100,
+        "prompts": 8,
+        "group_size": 8,
+        "max_new_tokens": 64,
+        "learning_rate": 3e-6,
+        "warm_up": 0,
+        "eval_every": 20,
+        "microbatches": 1,
+    },
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """Train a policy with GRPO: sample completions, score them, update, evaluate on held-out rows.
+
+    Options left at None take a value that suits the model; config.json in the run folder shows it.
+    """
+
+    task: str = "pricing"
+    """Where prompts and rewards come from."""
+    task_args: tuple[str, ...] = ()
+    """Options of the task as NAME=VALUE, e.g. level=2 held_out_size=1000."""
+    model: str = TINY
+    """"tiny": a small byte-level model, trained from scratch; or a Hugging Face folder or Hub id (Llama, Qwen 2)."""
+    dtype: str = "float32"
+    """Type of parameters and activations: float32, bfloat16 or float16."""
+    objective: str = "grpo"
+    """The loss, by the name of a preset."""
+    objective_args: tuple[str, ...] = ()
+    """Options of the objective as NAME=VALUE, e.g. beta=0.02 high=0.28."""
+    steps: int | None = None
+    """Iterations: each samples, scores and updates."""
+    prompts: int | None = None
+    """Prompts in an iteration."""
+    group_size: int | None = None
+    """Completions sampled for each prompt (G)."""
+    max_new_tokens: int | None = None
+    """Length limit of a completion, in tokens."""
+    temperature: float = 1.0
+    """Divides the logits, in sampling and in training."""
+    top_k: int | None = None
+    """Keep the k most likely tokens; None keeps all. Applies to sampling and training, as do the next two."""
+    top_p: float | None = None
+    """Keep the most likely tokens up to this probability; None keeps all."""
+    min_p: float | None = None
+    """Keep tokens of at least this share of the largest probability; None keeps all."""
+    epochs: int = 1
+    """Updates on each batch (μ)."""
+    old_logp: str = "sampler"
+    """π_old: the sampler's log-probabilities ("sampler"), or those of the first epoch ("first_epoch")."""
+    microbatches: int | None = None
+    """Parts that the prompts of an update are cut into, to save memory; must divide --prompts."""
+    group_microbatches: int = 1
+    """Parts that each group is cut into; must divide --group-size."""
+    learning_rate: float | None = None
+    """Peak rate of AdamW."""
+    schedule: str = "constant"
+    """Of the learning rate after its warm-up: constant, linear or cosine (down to 0 at the last update)."""
+    lr_warmup: int = 5
+    """Updates over which the learning rate grows to its peak."""
+    weight_decay: float = 0.0
+    """Of matrices, not of norms and biases."""
+    clip_norm: float = 1.0
+    """Largest global norm of a gradient; inf switches clipping off."""
+    warm_up: int | None = None
+    """Supervised updates on the task's own training rows before GRPO."""
+    on_error: str = "raise"
+    """A reward that raises: "raise" ends the run, "none" counts the completion as unscorable."""
+    eval_every: int | None = None
+    """Iterations between evaluations on held-out rows (greedy); also before the first and after the last."""
+    eval_rows: int | None = None
+    """Held-out rows to evaluate on; None takes all of them."""
+    eval_batch: int = 64
+    """Rows evaluated at a time."""
+    save_every: int = 20
+    """Iterations between checkpoints; also after the last."""
+    keep: int = 2
+    """Checkpoints to keep, besides the first."""
+    log_completions: int = 4
+    """Completions of an iteration that are written to completions.jsonl."""
+    seed: int = 0
+    """Of everything random: initial weights, order of rows, sampling."""
+    out: str | None = None
+    """The run folder; None makes runs/TASK-NUMBER."""
+
+    def __post_init__(self):
+        for field in ("task_args", "objective_args"):
+            value = getattr(self, field)
+            object.__setattr__(self, field, tuple(value))
+        choose("task", self.task, TASKS)
+        choose("objective", self.objective, PRESETS)
+        choose("dtype", self.dtype, ("float32", "bfloat16", "float16"))
+        choose("schedule", self.schedule, SCHEDULES)
+        choose("old-logp", self.old_logp, OLD_LOGP)
+        choose("on-error", self.on_error, ON_ERROR)
+        keyword_arguments(TASKS[self.task], self.task_args, "task-args")
+        keyword_arguments(PRESETS[self.objective], self.objective_args, "objective-args")
+        positive = ("steps", "prompts", "group_size", "max_new_tokens", "epochs", "microbatches", "group_microbatches")
+        for field in (*positive, "eval_every", "eval_rows", "eval_batch", "save_every", "keep"):
+            at_least(field, getattr(self, field), 1)
+        for field in ("lr_warmup", "warm_up", "log_completions", "weight_decay", "learning_rate", "seed"):
+            at_least(field, getattr(self, field), 0)
+        if not self.clip_norm > 0:
+            raise ValueError(f"--clip-norm must be above 0 (inf for no clipping), got {self.clip_norm}")
+        if self.sampling.checked().temperature == 0:
+            raise ValueError("--temperature must be above 0: a greedy group has no spread to learn from")
+        for whole, parts in (("prompts", "microbatches"), ("group_size", "group_microbatches")):
+            size, count = getattr(self, whole), getattr(self, parts)
+            if size is not None and count is not None and size % count:
+                raise ValueError(f"{flag(parts)} ({count}) must divide {flag(whole)} ({size})")
+
+    @property
+    def sampling(self) -> Sampling:
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def resolved(self) -> "TrainConfig":
+        """The same run with every "by the model" value filled in (and checked once more)."""
+        defaults = dict(BY_MODEL[self.model == TINY])
+        changes = {}
+        for field, function in (("task_args", TASKS[self.task]), ("objective_args", PRESETS[self.objective])):
+            given = keyword_arguments(function, getattr(self, field), field)
+            known = inspect.signature(function).parameters
+            values = {name: value for name, value in defaults.pop(field).items() if name in known} | given
+            if "max_length" in known:  # of Dr. GRPO and others: the length limit, in tokens
+                values.setdefault("max_length", self.max_new_tokens or defaults["max_new_tokens"])
+            changes[field] = tuple(f"{name}={value}" for name, value in values.items())
+        changes |= {field: value for field, value in defaults.items() if getattr(self, field) is None}
+        return dataclasses.replace(self, **changes)
+
+    def task_options(self) -> dict[str, Any]:
+        return keyword_arguments(TASKS[self.task], self.task_args, "task-args")
+
+    def objective_options(self) -> dict[str, Any]:
+        return keyword_arguments(PRESETS[self.objective], self.objective_args, "objective-args")
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def load_config(run: str | Path) -> TrainConfig:
+    """The configuration of a run folder. Raises FileNotFoundError if it is none, ValueError if it does not fit."""
+    path = Path(run) / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{run} is no run folder: it has no config.json")
+    values = json.loads(path.read_text())
+    known = {field.name for field in dataclasses.fields(TrainConfig)}
+    if unknown := sorted(set(values) - known):
+        raise ValueError(f"{path} holds options that this version does not know: {', '.join(unknown)}")
+    return TrainConfig(**values)
+
+
+def tiny_config(vocab_size: int, dtype: str) -> DecoderConfig:
+    """The built-in model: three layers, about 0.8 million parameters, for a vocabulary of bytes."""
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=512,
+        dtype=dtype,
+    )
+
+
+def flag(field: str) -> str:
+    return "--" + field.replace("_", "-")
+
+
+def at_least(field: str, value: float | None, least: int) -> None:
+    if value is not None and not value >= least:
+        raise ValueError(f"{flag(field)} must be at least {least}, got {value}")
+
+
+def choose(name: str, value: str, known: Mapping | tuple) -> None:
+    """Raises ValueError with the nearest known name, and all of them."""
+    if value not in known:
+        near = difflib.get_close_matches(str(value), list(known), 1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"--{name} {value!r} is not known{hint} Known: {', '.join(known)}")
+
+
+def keyword_arguments(function: Callable, pairs: tuple[str, ...], option: str) -> dict[str, Any]:
+    """`("beta=0.02", …)` as keyword arguments of `function`; values are JSON where they parse, else text."""
+    known = inspect.signature(function).parameters
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise ValueError(f"{flag(option)} takes NAME=VALUE, got {pair!r}")
+        if name not in known:
+            near = difflib.get_close_matches(name, list(known), 1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ValueError(
+                f"{flag(option)}: {function.__name__} takes no {name!r}{hint} It takes: {', '.join(known)}"
+            )
+        try:
+            values[name] = {"True": True, "False": False, "None": None}.get(text, text)
+            values[name] = json.loads(text)
+        except json.JSONDecodeError:
+            pass
+    return values

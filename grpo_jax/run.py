@@ -1,0 +1,221 @@
+"""A run on disk: builds the parts a configuration names, trains, and keeps the run folder.
+
+This is the caller's `for` loop around `loop.train`: log, evaluate, save. Left out on purpose: any decision of the
+algorithm; a program that needs another loop writes its own around the same generators.
+"""
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+
+from grpo_jax import checkpoint, loop, report
+from grpo_jax.checkpoint import Saved
+from grpo_jax.config import TINY, TrainConfig, load_config, tiny_config
+from grpo_jax.evaluate import Evaluation, evaluate
+from grpo_jax.models import LanguageModel, decoder, load_pretrained
+from grpo_jax.objectives import PRESETS, Objective, reads
+from grpo_jax.tasks import TASKS, Task
+from grpo_jax.tokenizer import Tokenizer, load_tokenizer
+from grpo_jax.train_step import adamw, init_state
+from grpo_jax.types import Params
+
+
+class Parts(NamedTuple):
+    """What a configuration names, built."""
+
+    model: LanguageModel
+    params: Params
+    tokenizer: Tokenizer
+    task: Task
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    prompt_length: int
+
+
+def build(config: TrainConfig) -> Parts:
+    """The parts of a resolved configuration; the parameters are the model's own, before any training."""
+    task = TASKS[config.task](**config.task_options())
+    objective = PRESETS[config.objective](**config.objective_options())
+    tokenizer = load_tokenizer("bytes" if config.model == TINY else config.model)
+    if config.model == TINY:
+        model = decoder(tiny_config(tokenizer.vocab_size, config.dtype))
+        params = jax.jit(model.init)(jax.random.key(config.seed))
+    else:
+        model, params = load_pretrained(config.model, dtype=config.dtype)
+    updates = config.steps * config.epochs
+    optimizer = adamw(
+        config.learning_rate,
+        steps=updates,
+        warmup_steps=min(config.lr_warmup, updates),
+        schedule=config.schedule,
+        weight_decay=config.weight_decay,
+        clip_norm=None if config.clip_norm == float("inf") else config.clip_norm,
+    )
+    length = loop.prompt_width(task, tokenizer)
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and length + config.max_new_tokens > limit:
+        raise ValueError(
+            f"prompts of up to {length} tokens and --max-new-tokens {config.max_new_tokens} do not fit the model's "
+            f"{limit} positions"
+        )
+    return Parts(model, params, tokenizer, task, objective, optimizer, length)
+
+
+def held_out(config: TrainConfig, parts: Parts, params: Params, **options: Any) -> tuple[list[dict], Evaluation]:
+    """The held-out rows that a run is judged on, and their evaluation; greedy unless `options` say otherwise."""
+    rows = list(parts.task.held_out)[: config.eval_rows]
+    options = {"max_new_tokens": config.max_new_tokens, "batch_size": config.eval_batch} | options
+    width = parts.prompt_length
+    result = evaluate(parts.model, params, parts.tokenizer, parts.task, rows, prompt_length=width, **options)
+    return rows, result
+
+
+def start(config: TrainConfig, parts: Parts, screen: report.Screen) -> Params:
+    """The parameters that GRPO starts from: the model's own, after the supervised warm-up if there is one."""
+    params = parts.params
+    if config.warm_up:
+        rate = adamw(2e-3, steps=config.warm_up, warmup_steps=min(20, config.warm_up), schedule="cosine")
+        updates = loop.warm_up(
+            parts.model, params, parts.task, parts.tokenizer, rate,
+            steps=config.warm_up, seed=config.seed, prompt_length=parts.prompt_length,
+        )  # fmt: skip
+        with screen.phase("supervised warm-up", config.warm_up) as show:
+            for state, metrics in updates:
+                params = state.params
+                show(metrics["iteration"], loss=metrics["loss"])
+    return params
+
+
+class Start(NamedTuple):
+    """Where a run begins or continues: its state, the fixed reference if there is one, and the finished iterations."""
+
+    saved: Saved
+    reference: Params | None
+    iteration: int
+
+
+def train(config: TrainConfig, *, resume: bool = False, screen: report.Screen | None = None) -> dict:
+    """Runs a resolved configuration to its end in `config.out` and returns the summary.
+
+    With `resume` it continues behind the newest checkpoint of that folder, as if it had never stopped. Raises
+    FileExistsError where the folder already holds a run, FileNotFoundError where there is none to resume.
+    """
+    began, screen, out = time.perf_counter(), screen or report.Screen(), Path(config.out)
+    if not resume and (out / "config.json").exists():
+        raise FileExistsError(f"{out} already holds a run: continue it with --resume {out}, or choose another --out")
+    parts = build(config)
+    with checkpoint.open_checkpoints(out / "checkpoints", keep=config.keep) as checkpoints:
+        done = checkpoint.iterations(checkpoints) if resume else []
+        with report.RunFolder(out, resume_step=(done[-1] + 1 if done else 0) if resume else None) as folder:
+            folder.write_config(config)
+            begun = _continue(parts, checkpoints) if done else _begin(config, parts, checkpoints, folder, screen)
+            _iterate(config, parts, begun, checkpoints, folder, screen)
+            rows = report.read_lines(out / "metrics.jsonl")
+            report.plot_curves(rows, out / "curves.png")
+            summary = _summary(config, rows, time.perf_counter() - began)
+            folder.write_summary(summary)
+    screen.summary(summary, out)
+    return summary
+
+
+def _begin(config, parts: Parts, checkpoints, folder: report.RunFolder, screen: report.Screen) -> Start:
+    """Warm-up, the evaluation before GRPO, and checkpoint 0: the policy that training starts from."""
+    params = start(config, parts, screen)
+    rows = len(list(parts.task.held_out)[: config.eval_rows])
+    with screen.phase("evaluation before GRPO", rows) as show:
+        _, result = held_out(config, parts, params, progress=show)
+    saved = Saved(init_state(params, parts.optimizer), jax.random.key(config.seed))
+    folder.log(0, {"held_out": result.accuracy, "held_out_length": result.length})
+    checkpoint.save(checkpoints, 0, saved, {"iteration": 0})
+    return Start(saved, loop.copy(params) if "ref_logp_T" in reads(parts.objective) else None, 0)
+
+
+def _continue(parts: Parts, checkpoints) -> Start:
+    """The newest checkpoint; the reference is the policy of checkpoint 0."""
+    like = Saved(init_state(parts.params, parts.optimizer), jax.random.key(0))
+    saved, record = checkpoint.restore(checkpoints, like)
+    needed = "ref_logp_T" in reads(parts.objective)
+    reference = checkpoint.restore_params(checkpoints, parts.params, 0) if needed else None
+    return Start(saved, reference, record["iteration"])
+
+
+def _iterate(config, parts: Parts, begun: Start, checkpoints, folder: report.RunFolder, screen: report.Screen) -> None:
+    """The caller's `for` loop around `loop.train`: evaluate, log, save."""
+    iterations = loop.train(
+        parts.model, begun.saved.state.params, parts.task, parts.tokenizer, parts.objective, parts.optimizer,
+        steps=config.steps, prompts_per_step=config.prompts, group_size=config.group_size,
+        max_new_tokens=config.max_new_tokens, sampling=config.sampling, seed=config.seed, epochs=config.epochs,
+        microbatches=config.microbatches, group_microbatches=config.group_microbatches, old_logp=config.old_logp,
+        on_error=config.on_error, reference=begun.reference, saved=begun.saved, prompt_length=parts.prompt_length,
+    )  # fmt: skip
+    with screen.phase("GRPO", config.steps, start=begun.iteration) as show:
+        for saved, metrics in iterations:
+            iteration, completions = metrics.pop("iteration"), metrics.pop("completions")
+            timings = {name: metrics.pop(name) for name in list(metrics) if name.startswith("seconds/")}
+            timings["tokens_per_second"] = metrics["tokens"] / sum(timings.values())
+            last = iteration == config.steps
+            if last or iteration % config.eval_every == 0:
+                _, result = held_out(
+                    config, parts, saved.state.params, progress=lambda rows, i=iteration: show(i, evaluated=rows)
+                )
+                metrics |= {"held_out": result.accuracy, "held_out_length": result.length}
+            folder.log(iteration, metrics, timings)
+            folder.log_completions(iteration, spread(completions, config.log_completions))
+            if last or iteration % config.save_every == 0:
+                checkpoint.save(checkpoints, iteration, saved, {"iteration": iteration})
+            shown = ("reward", "held_out", "no_signal", "length", "kl")
+            numbers = {name: metrics[name] for name in shown if name in metrics}
+            show(iteration, **numbers, tokens_per_second=timings["tokens_per_second"])
+
+
+def spread(rows: list[dict], count: int) -> list[dict]:
+    """`count` of the rows, evenly spaced: completions of different prompts."""
+    places = np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)
+    return [rows[i] for i in places]
+
+
+def _summary(config: TrainConfig, rows: list[dict], seconds: float) -> dict:
+    evaluated = [row for row in rows if row.get("held_out") is not None]
+    return {
+        "held_out_before": evaluated[0]["held_out"],
+        "held_out_after": evaluated[-1]["held_out"],
+        "steps": config.steps,
+        "seconds": round(seconds, 1),
+        "sampled_tokens": sum(row.get("tokens", 0) for row in rows),
+        "task": config.task,
+        "model": config.model,
+        "objective": config.objective,
+        "seed": config.seed,
+    }
+
+
+class Finished(NamedTuple):
+    """A run folder opened to be used: what it was made with, and its newest parameters."""
+
+    config: TrainConfig
+    parts: Parts
+    params: Params
+    iteration: int
+
+
+def open_run(run: str | Path, iteration: int | None = None) -> Finished:
+    """A run's parts and the parameters of one of its checkpoints, the newest by default."""
+    config = load_config(run)
+    parts = build(config)
+    folder = Path(run) / "checkpoints"
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{run} has no checkpoints yet")
+    with checkpoint.open_checkpoints(folder, keep=10**6) as checkpoints:
+        params = checkpoint.restore_params(checkpoints, parts.params, iteration)
+        done = checkpoint.iterations(checkpoints)
+    return Finished(config, parts, params, done[-1] if iteration is None else iteration)
+
+
+def next_folder(root: str | Path, name: str) -> Path:
+    """`root/name-0001`, or the first number that is free."""
+    numbers = (Path(root) / f"{name}-{i:04d}" for i in range(1, 10_000))
+    return next(path for path in numbers if not path.exists())
