@@ -49,7 +49,7 @@ def make(scale=1.0, seed=0, steps=False):
         "old": old,
         "logp": add(old, ratio),
         "ref": rows(lambda: float(-rng.uniform(0.2, 2.5))),
-        "sampler": rows(lambda: float(-rng.uniform(0.2, 2.5))),
+        "sampler": rows(lambda: float(-rng.uniform(0.05, 1.5))),
         "entropy": rows(lambda: float(rng.uniform(0.0, 2.0))),
         "old_value": rows(lambda: float(rng.normal())),
         "value": rows(lambda: float(rng.normal())),

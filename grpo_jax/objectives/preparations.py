@@ -92,7 +92,8 @@ def whiten_tokens(samples_PG: Sample, *, ddof: int = 0, eps: float = 0.0) -> Sam
     Equal advantages everywhere become 0, and so do those of sequences that could not be scored.
     """
     keep_PGT = _scored(samples_PG, "whiten_tokens")
-    adv_PGT = jnp.broadcast_to(samples_PG.adv, keep_PGT.shape)
+    adv_PGT = samples_PG.adv if jnp.ndim(samples_PG.adv) == 3 else samples_PG.adv[..., None]
+    adv_PGT = jnp.broadcast_to(adv_PGT, keep_PGT.shape)
     count = jnp.sum(keep_PGT)
     mean = jnp.sum(jnp.where(keep_PGT, adv_PGT, 0.0)) / jnp.maximum(count, 1)
     centered_PGT = jnp.where(keep_PGT, adv_PGT - mean, 0.0)
