@@ -67,7 +67,7 @@ def standardize(reward_G: Array, *, ddof: int = 0, eps: float = 0.0) -> Array:
 
 
 def leave_one_out(reward_G: Array) -> Array:
-    """A_i = R_i − mean_{j≠i} R_j = n/(n−1)·(R_i − mean(R)). Ahmadian et al. 2024 (RLOO, 2402.14740), eq. 8."""
+    """A_i = R_i − mean_{j≠i} R_j = n/(n−1)·(R_i − mean(R)). Ahmadian et al. 2024 (RLOO, 2402.14740)."""
     scored_G = _is_scored(reward_G)
     count = jnp.sum(scored_G)
     scale = count / jnp.maximum(count - 1, 1)
@@ -87,7 +87,7 @@ def pass_at_k_advantage(reward_G: Array, *, k: int) -> Array:
 
     With N completions, n of them wrong, and ρ = C(n,k)/C(N,k) the chance that k draws are all wrong:
     R̄ = 1 − ρ, σ = √(R̄(1−R̄)), A_right = (1−R̄)/σ, A_wrong = (1 − R̄ − C(n−1,k−1)/C(N−1,k−1))/σ.
-    Chen et al. 2025 (pass@k training, 2508.10751), eqs. 7 to 12. A reward above .5 is right. Groups with fewer
+    Chen et al. 2025 (pass@k training, 2508.10751), the analytical form. A reward above .5 is right. Groups with fewer
     than k scored completions get 0.
     """
     scored_G = _is_scored(reward_G)
@@ -116,13 +116,13 @@ def _batch_moments(x_G: Array, keep_G: Array, ddof: int) -> tuple[Array, Array]:
 
 
 def batch_scale(reward_G: Array, *, ddof: int = 0, eps: float = 0.0) -> Array:
-    """A = (R − mean_group(R)) / (std_batch(R) + eps): one spread for all groups. Liu et al. 2025 (2508.08221), §4."""
+    """A = (R − mean_group(R)) / (std_batch(R) + eps): one spread for all groups. Liu et al. 2025 (2508.08221)."""
     _, std = _batch_moments(reward_G, _is_scored(reward_G), ddof)
     return center(reward_G) / jnp.where(std > 0, std + eps, 1.0)
 
 
 def batch_whiten(reward_G: Array, *, baseline: Advantage = center, ddof: int = 0, eps: float = 0.0) -> Array:
-    """A = z-score over the batch of `baseline(R)`. Hu 2025 (REINFORCE++-baseline, 2501.03262), eq. 12."""
+    """A = z-score over the batch of `baseline(R)`. Hu 2025 (REINFORCE++-baseline, 2501.03262)."""
     scored_G = _is_scored(reward_G)
     adv_G = baseline(reward_G)
     mean, std = _batch_moments(adv_G, scored_G, ddof)
@@ -167,7 +167,7 @@ def weighted_sum(
 def per_reward(reward_NG: Array, *, weights: Sequence[float] | None = None, ddof: int = 0, eps: float = 0.0) -> Array:
     """Several rewards, normalised and then summed: A = z-score_batch(Σ_n w_n z-score_group(R_n)).
 
-    Liu et al. 2026 (GDPO, 2601.05242), eqs. 4 to 7: a reward of small spread keeps its say. No weights: all 1.
+    Liu et al. 2026 (GDPO, 2601.05242): a reward of small spread keeps its say. No weights: all 1.
     """
     reward_NG = jnp.atleast_2d(reward_NG)
     z_NG = jnp.stack([standardize(reward_G, ddof=ddof, eps=eps) for reward_G in reward_NG])

@@ -168,7 +168,7 @@ def kl_mask(objective: Objective, *, delta: float) -> Objective:
 
 
 def dual_clip(objective: Objective, *, c: float = 3.0) -> Objective:
-    """max(min(rA, clip(r)A), cA) for A < 0: a bad token's loss is bounded by c·|A|. Ye et al. 2020 (1912.09729), eq. 5.
+    """max(min(rA, clip(r)A), cA) for A < 0: a bad token's loss is bounded by c·|A|. Ye et al. 2020 (1912.09729).
 
     Equal to bounding the ratio at c ("two-sided clipping", INTELLECT-2, 2505.07291) when c is above the clip range.
     """

@@ -18,6 +18,9 @@ Where the default here is the paper and TRL 1.16 does otherwise, the last column
     sequence-level IS      mean log-ratio                   sum of log-ratios        ratio=product
     entropy quantile       of the policy that sampled       of the current policy    equal in the first epoch
     entropy bonus          divided as the loss is           by the micro-batch       equal for token_mean
+    GMPO, top entropy      weighs the sequence's cost       inside the mean          none
+
+Tunix 0.1.7 uses ddof 1 and + 1e-6, and by default k1 as the KL of the loss, which has no gradient in expectation.
 """
 
 import functools
@@ -184,7 +187,7 @@ def kimi(*, tau: float = 1.0) -> Objective:
 
 
 def lite_ppo(*, low: float = 0.2, high: float = 0.2) -> Objective:
-    """GRPO's clip, A = (R − mean_group)/std_batch, token mean, no KL. Liu et al. 2025 (2508.08221), §5."""
+    """GRPO's clip, A = (R − mean_group)/std_batch, token mean, no KL. Liu et al. 2025 (2508.08221)."""
     return Objective(batch_scale, compose(per_token, _clip(low, high), token_mean))
 
 
@@ -218,7 +221,7 @@ def opo() -> Objective:
 
 
 def rloo(*, low: float | None = None, high: float | None = None, beta: float = 0.0) -> Objective:
-    """1/B Σ_i Σ_t −A·log π, A leave-one-out, β·KL in the reward. Ahmadian et al. 2024 (2402.14740), eq. 8.
+    """1/B Σ_i Σ_t −A·log π, A leave-one-out, β·KL in the reward. Ahmadian et al. 2024 (2402.14740).
 
     `low` and `high` clip the ratio of the sequence instead: 1/B Σ_i −min(WA, clip(W)A), for several epochs.
     """

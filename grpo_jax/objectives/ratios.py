@@ -58,7 +58,7 @@ def product_token(logp_T: Array, old_logp_T: Array, mask_T: Array) -> Array:
 def geometric(logp_T: Array, old_logp_T: Array, mask_T: Array, adv: Array, *, low: float, high: float) -> Array:
     """log s = mean_t c(log r_t), c = min(·, high) for A > 0 and max(·, −low) for A ≤ 0.
 
-    Zhao et al. 2025 (GMPO, 2507.20673), eq. 4: the clip acts on each token, before the geometric mean.
+    Zhao et al. 2025 (GMPO, 2507.20673): the clip acts on each token, before the geometric mean.
     """
     log_ratio_T = logp_T - old_logp_T
     above, below = (adv > 0) & (log_ratio_T > high), (adv <= 0) & (log_ratio_T < -low)

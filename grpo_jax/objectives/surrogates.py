@@ -48,7 +48,7 @@ def weighted(log_ratio: Array, adv: Array, *, low: float, high: float) -> Array:
 
 
 def soft_gated(log_ratio: Array, adv: Array, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Array:
-    """−A·σ(τ(r − 1))·4/τ, τ = tau_pos for A > 0, else tau_neg. Gao et al. 2025 (SAPO, 2511.20347), eqs. 5 and 6."""
+    """−A·σ(τ(r − 1))·4/τ, τ = tau_pos for A > 0, else tau_neg. Gao et al. 2025 (SAPO, 2511.20347)."""
     tau = jnp.where(adv > 0, tau_pos, tau_neg)
     return -adv * jax.nn.sigmoid(tau * jnp.expm1(log_ratio)) * 4.0 / tau
 
