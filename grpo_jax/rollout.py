@@ -97,8 +97,8 @@ def step_rewards(
 ) -> np.ndarray:
     """`reward_PGT`: the weighted reward at each token where a step ends, NaN where none does.
 
-    A step that ends after `end` characters is placed on the token that completes them; a reward without steps on the
-    last token. A completion that cannot be scored has no step at all.
+    A step that ends after `end` characters is placed on the token that completes them (the last one of a character that
+    takes several tokens); a reward without steps on the last token. A completion that cannot be scored has no step.
     """
     tokens, length = np.asarray(rollout.tokens_PGT), np.asarray(rollout.mask_PGT).sum(-1)
     reward_PGT = np.full(tokens.shape, np.nan, np.float32)
@@ -107,24 +107,32 @@ def step_rewards(
     for p, g, n in np.ndindex(scores.reward_PGN.shape):
         if np.isnan(scores.reward_PGN[p, g, n]):
             continue
-        place = {end: t for t, end in reversed(list(enumerate(_ends(tokenizer, tokens[p, g, : length[p, g]]))))}
-        last = length[p, g] - 1
-        for end, reward in scores.steps_PGN[p][g][n] or ((None, scores.reward_PGN[p, g, n]),):
-            t = last if end is None else min((t for e, t in place.items() if e >= end), default=last)
+        last, steps = length[p, g] - 1, scores.steps_PGN[p][g][n]
+        if steps is None:
+            placed = [(last, scores.reward_PGN[p, g, n])]
+        else:
+            ends, values = zip(*steps, strict=True)
+            placed = zip(_places(tokenizer, tokens[p, g, : last + 1], ends), values, strict=True)
+        for t, reward in placed:
             reward_PGT[p, g, t] = np.nan_to_num(reward_PGT[p, g, t]) + weight_N[n] * reward
     return reward_PGT
 
 
-def _ends(tokenizer: Tokenizer, ids: np.ndarray) -> list[int]:
-    """How many characters of the completion are written after each of its tokens."""
-    return [len(tokenizer.decode(ids[: t + 1])) for t in range(len(ids))]
+def _places(tokenizer: Tokenizer, ids: np.ndarray, ends: Sequence[int]) -> list[int]:
+    """For each `end`, the first token after which the completion's first `end` characters are written for good.
+
+    A prefix of the tokens may decode to as many characters and still not to those: a cut character reads as U+FFFD.
+    """
+    written = [tokenizer.decode(ids[: t + 1]) for t in range(len(ids))]
+    whole, last = written[-1], len(ids) - 1
+    return [next((t for t, text in enumerate(written) if text[:end] == whole[:end]), last) for end in ends]
 
 
 def group_statistics(rollout: Rollout, reward_PG: np.ndarray) -> dict[str, float]:
     """What a person watches, from the host's copies: rewards, lengths, and groups that teach nothing.
 
-    `reward` and `reward_std` are over the scorable completions; `no_signal` is the share of groups in which all
-    rewards are equal or at most one is known; `truncated` the share cut off by the length limit.
+    `reward` and `reward_std` are over the scorable completions, NaN if there is none; `no_signal` is the share of
+    groups in which all rewards are equal or at most one is known; `truncated` the share cut off by the length limit.
     """
     known = ~np.isnan(reward_PG)
     length = np.asarray(rollout.mask_PGT).sum(-1)
@@ -132,8 +140,8 @@ def group_statistics(rollout: Rollout, reward_PG: np.ndarray) -> dict[str, float
     spread = np.where(known.any(1), top - low, 0.0)
     mean = np.abs(np.where(known, reward_PG, 0).sum(1) / np.maximum(known.sum(1), 1))
     return {
-        "reward": float(reward_PG[known].mean()) if known.any() else 0.0,
-        "reward_std": float(reward_PG[known].std()) if known.any() else 0.0,
+        "reward": float(reward_PG[known].mean()) if known.any() else float("nan"),
+        "reward_std": float(reward_PG[known].std()) if known.any() else float("nan"),
         "no_signal": float((spread <= 1e-6 * np.maximum(1, mean)).mean()),
         "unscorable": float((~known).mean()),
         "length": float(length.mean()),
