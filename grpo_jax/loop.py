@@ -91,7 +91,7 @@ def train(
     reward_weights: Sequence[float] | None = None,
     on_error: str = "raise",
     reference: Params | None = None,
-    update_reference: Callable[[Params, Params, int], Params] | None = None,
+    update_reference: Callable[[int, Params, Params], Params] | None = None,
     saved: Saved | None = None,
     prompt_length: int | None = None,
     chunk: int = CHUNK,
@@ -104,9 +104,10 @@ def train(
     state; its arrays are consumed by the next iteration, so copy what must outlive it.
 
     The reference policy is `reference`, by default the parameters at the start, and is evaluated only if the objective
-    reads it; `update_reference(reference, params, iteration) -> reference` moves it after each iteration (the moving
-    reference is then part of `saved`). `reward_weights` weigh several reward functions, `on_error="none"` counts
-    failing rewards as unscorable. `length_buckets` is the number of completion lengths the update is compiled for.
+    reads it; `update_reference(iteration, params, reference) -> reference`, as `objectives.every` and `ema` are, moves
+    it after each iteration (the moving reference is then part of `saved`). `reward_weights` weigh several reward
+    functions, `on_error="none"` counts failing rewards as unscorable. `length_buckets` is the number of completion
+    lengths the update is compiled for.
 
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
     scoring and updating, and `completions`: prompt, completion, reward of each, as rows.
@@ -154,7 +155,9 @@ def train(
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         _check_gap(metrics, model.config)
         if moving and reference is not None:
-            reference = update_reference(reference, state.params, iteration + 1)
+            moved = update_reference(iteration + 1, state.params, reference)
+            # The next update consumes the parameters: a reference that is them needs buffers of its own.
+            reference = jax.tree.map(lambda new, own: jnp.copy(new) if new is own else new, moved, state.params)
         saved = Saved(state, key, reference if moving else None)
         metrics = {"iteration": iteration + 1} | group_statistics(rollout, scores.reward_PG) | metrics
         hyperparams = optax.tree_utils.tree_get(state.opt_state, "hyperparams")
