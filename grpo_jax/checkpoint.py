@@ -24,15 +24,20 @@ class Saved(NamedTuple):
     reference: Params | None = None
 
 
-def open_checkpoints(folder: str | Path, *, keep: int = 2) -> Checkpoints:
-    """The checkpoints of a run, as a context manager: the newest `keep` stay, and number 0, where it started from."""
-    if keep < 1:
-        raise ValueError(f"keep must be at least 1, got {keep}")
+def open_checkpoints(folder: str | Path, *, keep: int | None = 2) -> Checkpoints:
+    """The checkpoints of a run, as a context manager: the newest `keep` stay, and number 0, where it started from.
+
+    What an interrupted save left is removed. With `keep` None nothing is removed: so a run is read that may be writing.
+    """
+    if keep is not None and keep < 1:
+        raise ValueError(f"keep must be at least 1, or None to keep all, got {keep}")
     policies = ocp.training.preservation_policies
     return ocp.training.Checkpointer(
         Path(folder).absolute(),
-        preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), policies.CustomSteps([0])]),
-        cleanup_tmp_directories=True,
+        preservation_policy=policies.PreserveAll()
+        if keep is None
+        else policies.AnyPreservationPolicy([policies.LatestN(keep), policies.CustomSteps([0])]),
+        cleanup_tmp_directories=keep is not None,
     )
 
 

@@ -48,13 +48,15 @@ def evaluate(
     key: jax.Array | None = None,
     batch_size: int = 64,
     prompt_length: int | None = None,
+    on_error: str = "raise",
     progress: Callable[[int], None] = lambda rows: None,
 ) -> Evaluation:
     """Completes every row `samples` times and scores it with the task's reward.
 
     Rows go through in batches of one shape (`batch_size` prompts, the last one filled up and cut again), so one program
     is compiled. `prompt_length` pads prompts to a given width. `key` is needed unless sampling is greedy; row i draws
-    the same noise whatever the batch size. `progress` is called with the number of rows done.
+    the same noise whatever the batch size. `on_error` is that of `rewards.score`. `progress` is called with the number
+    of rows done.
     """
     if not rows:
         raise ValueError("no rows to evaluate")
@@ -80,7 +82,8 @@ def evaluate(
         rollout = jax.tree.map(lambda x, n=count: np.asarray(x)[:n], rollout)
         part = completion_texts(tokenizer, rollout)
         part_rows = [rows[i] for i in index]
-        rewards.append(score(task.reward, part_rows, prompt_texts(task, part_rows), part).reward_PG)
+        scores = score(task.reward, part_rows, prompt_texts(task, part_rows), part, on_error=on_error)
+        rewards.append(scores.reward_PG)
         texts += part
         lengths.append(rollout.mask_PGT.sum(-1))
         stopped.append(rollout.stopped_PG)

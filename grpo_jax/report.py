@@ -96,22 +96,25 @@ class RunFolder:
             append_line(self.path / "completions.jsonl", {"step": step, **row})
 
 
+def json_text(content: Any, *, indent: int | None = None) -> str:
+    """JSON; NaN and infinities become null, for JSON has neither."""
+    return json.dumps(_plain(content), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
 def write_json(path: str | Path, content: Any) -> None:
     """Writes JSON all or nothing: a kill leaves the old file or the new one, never half of it."""
-    text = json.dumps(_plain(content), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-    _replace(Path(path), text.encode())
+    _replace(Path(path), (json_text(content, indent=2) + "\n").encode())
 
 
 def append_line(path: str | Path, row: Mapping[str, Any]) -> None:
-    """Appends one JSON object as one line, in one write; NaN and infinities become null, for JSON has neither."""
-    line = json.dumps(_plain(row), ensure_ascii=False, allow_nan=False) + "\n"
+    """Appends one JSON object as one line, in one write."""
     with open(path, "ab", buffering=0) as file:
-        file.write(line.encode())
+        file.write((json_text(row) + "\n").encode())
 
 
 def write_rows(path: str | Path, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes JSON objects, one a line, all or nothing."""
-    _replace(Path(path), "".join(json.dumps(_plain(row), ensure_ascii=False) + "\n" for row in rows).encode())
+    _replace(Path(path), "".join(json_text(row) + "\n" for row in rows).encode())
 
 
 def read_lines(path: str | Path) -> list[dict]:
@@ -193,7 +196,8 @@ class Progress:
     """Shows how far a run is: a live display on a terminal, else a plain line every `interval` seconds at most.
 
     A context manager; `update` takes the number of finished steps and whatever numbers are new, by name, and keeps
-    showing those it has. The time left is judged from all steps but the first, which compiles.
+    showing those it has; a `note` is shown until the next update. The time left is judged from all steps but the first,
+    which compiles.
     """
 
     def __init__(
@@ -212,6 +216,7 @@ class Progress:
         self._console = console or Console()
         self._clock, self._began, self._first, self._printed = clock, clock(), None, -math.inf
         self._numbers: dict[str, float] = {}
+        self._note = ""
         self._rewards: list[float] = []
         self._live = Live(console=self._console, get_renderable=self._render, refresh_per_second=4)
 
@@ -223,8 +228,8 @@ class Progress:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def update(self, done: int, **numbers: Any) -> None:
-        self.done = done
+    def update(self, done: int, *, note: str = "", **numbers: Any) -> None:
+        self.done, self._note = done, note
         self._first = self._first or (done, self._clock())
         self._numbers |= {name: float(value) for name, value in numbers.items() if _is_finite(value)}
         if _is_finite(numbers.get("reward")):
@@ -242,7 +247,9 @@ class Progress:
 
     def _line(self) -> str:
         numbers = [f"{_label(name)} {_shown(name, value)}" for name, value in self._numbers.items()]
-        return "  ".join([f"{self.title} {self.done}/{self.total}", *numbers, f"left {_duration(self.seconds_left())}"])
+        note = [self._note] if self._note else []
+        left = f"left {_duration(self.seconds_left())}"
+        return "  ".join([f"{self.title} {self.done}/{self.total}", *numbers, *note, left])
 
     def _render(self) -> RenderableType:
         head = Table.grid(padding=(0, 2))
@@ -257,7 +264,8 @@ class Progress:
         for name, value in self._numbers.items():
             body.append(f"{_label(name)} ", style="dim").append(_shown(name, value), style="bold").append("   ")
         if len(self._rewards) > 1:
-            body.append(sparkline(self._rewards, 32), style="cyan")
+            body.append(sparkline(self._rewards, 32) + "   ", style="cyan")
+        body.append(self._note, style="dim")
         return Group(head, body)
 
 

@@ -55,6 +55,8 @@ def build(config: TrainConfig) -> Parts:
         weight_decay=config.weight_decay,
         clip_norm=None if config.clip_norm == float("inf") else config.clip_norm,
     )
+    if not len(task.held_out):
+        raise ValueError(f"task {task.name!r} has no held-out rows: a run is judged on them before and after training")
     length = loop.prompt_width(task, tokenizer)
     limit = getattr(model.config, "max_position_embeddings", None)
     if limit is not None and length + config.max_new_tokens > limit:
@@ -69,9 +71,8 @@ def held_out(config: TrainConfig, parts: Parts, params: Params, **options: Any) 
     """The held-out rows that a run is judged on, and their evaluation; greedy unless `options` say otherwise."""
     rows = list(parts.task.held_out)[: config.eval_rows]
     options = {"max_new_tokens": config.max_new_tokens, "batch_size": config.eval_batch} | options
-    width = parts.prompt_length
-    result = evaluate(parts.model, params, parts.tokenizer, parts.task, rows, prompt_length=width, **options)
-    return rows, result
+    options |= {"prompt_length": parts.prompt_length, "on_error": config.on_error}
+    return rows, evaluate(parts.model, params, parts.tokenizer, parts.task, rows, **options)
 
 
 def start(config: TrainConfig, parts: Parts, screen: report.Screen) -> Params:
@@ -159,9 +160,8 @@ def _iterate(config, parts: Parts, begun: Start, checkpoints, folder: report.Run
             timings["tokens_per_second"] = metrics["tokens"] / sum(timings.values())
             last = iteration == config.steps
             if last or iteration % config.eval_every == 0:
-                _, result = held_out(
-                    config, parts, saved.state.params, progress=lambda rows, i=iteration: show(i, evaluated=rows)
-                )
+                told = lambda rows, finished=iteration - 1: show(finished, note=f"{rows} held-out rows evaluated")
+                _, result = held_out(config, parts, saved.state.params, progress=told)
                 metrics |= {"held_out": result.accuracy, "held_out_length": result.length}
             folder.log(iteration, metrics, timings)
             folder.log_completions(iteration, spread(completions, config.log_completions))
@@ -179,10 +179,9 @@ def spread(rows: list[dict], count: int) -> list[dict]:
 
 
 def _summary(config: TrainConfig, rows: list[dict], seconds: float) -> dict:
-    evaluated = [row for row in rows if row.get("held_out") is not None]
     return {
-        "held_out_before": evaluated[0]["held_out"],
-        "held_out_after": evaluated[-1]["held_out"],
+        "held_out_before": rows[0]["held_out"],
+        "held_out_after": rows[-1]["held_out"],
         "steps": config.steps,
         "seconds": round(seconds, 1),
         "sampled_tokens": sum(row.get("tokens", 0) for row in rows),
@@ -209,7 +208,7 @@ def open_run(run: str | Path, iteration: int | None = None) -> Finished:
     folder = Path(run) / "checkpoints"
     if not folder.is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints yet")
-    with checkpoint.open_checkpoints(folder, keep=10**6) as checkpoints:
+    with checkpoint.open_checkpoints(folder, keep=None) as checkpoints:
         params = checkpoint.restore_params(checkpoints, parts.params, iteration)
         done = checkpoint.iterations(checkpoints)
     return Finished(config, parts, params, done[-1] if iteration is None else iteration)
