@@ -4,15 +4,15 @@ Left out on purpose: anything a program could not do with the library; every com
 """
 
 import dataclasses
-import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
+from rich.text import Text
 
-from grpo_jax.config import TrainConfig, load_config
+from grpo_jax.config import TrainConfig, at_least, flag, load_config
 
 RUNS = "runs"
 
@@ -82,6 +82,12 @@ Command = (
 )
 
 
+def changed(command: Any, *fields: str) -> str:
+    """The flags among `fields` that were given a value of their own, for a message."""
+    defaults = {f.name: f.default for f in dataclasses.fields(command)}
+    return ", ".join(flag(name) for name in fields if getattr(command, name) != defaults[name])
+
+
 def train(command: Train) -> None:
     from grpo_jax import run
 
@@ -90,12 +96,8 @@ def train(command: Train) -> None:
         out = config.out or str(run.next_folder(RUNS, f"{config.task}-{Path(config.model).name}"))
         run.train(dataclasses.replace(config, out=out).resolved())
         return
-    given = [
-        f.name for f in dataclasses.fields(TrainConfig) if getattr(config, f.name) != f.default and f.name != "out"
-    ]
-    if given:
-        flags = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise ValueError(f"--resume takes every option from the run's config.json; leave out {flags}")
+    if given := changed(config, *(f.name for f in dataclasses.fields(TrainConfig))):
+        raise ValueError(f"--resume takes every option from the run's config.json; leave out {given}")
     run.train(dataclasses.replace(load_config(command.resume), out=command.resume), resume=True)
 
 
@@ -105,11 +107,15 @@ def evaluate(command: Eval) -> None:
     from grpo_jax import run
     from grpo_jax.evaluate import failures, pass_at_k
     from grpo_jax.policy import Sampling
-    from grpo_jax.report import write_rows
+    from grpo_jax.report import json_text, write_rows
 
-    if command.k and min(command.k) < 1:
-        raise ValueError(f"--k must be at least 1, got {command.k}")
-    samples = command.samples or max(command.k, default=1)
+    for field in ("rows", "max_new_tokens"):
+        at_least(field, getattr(command, field), 1)
+    for k in command.k:
+        at_least("k", k, 1)
+    if not command.k and (given := changed(command, "samples", "temperature", "top_p", "top_k", "seed")):
+        raise ValueError(f"without --k nothing is sampled, the evaluation is greedy; add --k or leave out {given}")
+    samples = max(command.k, default=1) if command.samples is None else command.samples
     if command.k and samples < max(command.k):
         raise ValueError(f"--samples ({samples}) must be at least the largest --k ({max(command.k)})")
     sampling = Sampling(command.temperature, command.top_k, command.top_p).checked()
@@ -143,7 +149,7 @@ def evaluate(command: Eval) -> None:
         )  # fmt: skip
         figures |= {f"pass@{k}": pass_at_k(drawn.reward_PN >= 1, k) for k in command.k}
     if command.json:
-        print(json.dumps(figures))
+        print(json_text(figures))
     else:
         _show_figures(figures, wrong)
 
@@ -165,12 +171,15 @@ def sample(command: Sample) -> None:
     import jax
 
     from grpo_jax import run
+    from grpo_jax.report import json_text
     from grpo_jax.rollout import completion_texts
     from grpo_jax.sampler import generate
     from grpo_jax.tokenizer import pad_prompts
 
-    if command.number < 1:
-        raise ValueError(f"--number must be at least 1, got {command.number}")
+    at_least("number", command.number, 1)
+    at_least("max_new_tokens", command.max_new_tokens, 1)
+    if command.number > 1 and command.temperature == 0:
+        raise ValueError("--number above 1 needs a --temperature above 0: greedy answers are all the same")
     opened = run.open_run(command.run, command.checkpoint)
     tokenizer = opened.parts.tokenizer
     prompts = pad_prompts([tokenizer.render([{"role": "user", "content": command.text}])], tokenizer.pad_id)
@@ -180,7 +189,7 @@ def sample(command: Sample) -> None:
         temperature=command.temperature, stop_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id,
     )  # fmt: skip
     texts = completion_texts(tokenizer, rollout)[0]
-    print(json.dumps({"question": command.text, "answers": texts}) if command.json else "\n".join(texts))
+    print(json_text({"question": command.text, "answers": texts}) if command.json else "\n".join(texts))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -189,7 +198,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         actions[type(command)](command)
     except (ValueError, FileNotFoundError, FileExistsError) as error:
-        Console(stderr=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        message = Text.assemble(("error: ", "bold red"), str(error))  # not markup: a message may hold brackets
+        Console(stderr=True).print(message, soft_wrap=True)
         return 2
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; continue with: grpo-jax train --resume RUN")

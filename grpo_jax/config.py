@@ -9,6 +9,7 @@ import dataclasses
 import difflib
 import inspect
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class TrainConfig:
     seed: int = 0
     """Of everything random: initial weights, order of rows, sampling."""
     out: str | None = None
-    """The run folder; None makes runs/TASK-NUMBER."""
+    """The run folder; None makes runs/TASK-MODEL-NUMBER."""
 
     def __post_init__(self):
         for field in ("task_args", "objective_args"):
@@ -143,7 +144,12 @@ class TrainConfig:
             at_least(field, getattr(self, field), 0)
         if not self.clip_norm > 0:
             raise ValueError(f"--clip-norm must be above 0 (inf for no clipping), got {self.clip_norm}")
-        if self.sampling.checked().temperature == 0:
+        try:
+            self.sampling.checked()
+        except ValueError as error:  # its message begins with the field's name
+            name, _, rest = str(error).partition(" ")
+            raise ValueError(f"{flag(name)} {rest}") from None
+        if self.temperature == 0:
             raise ValueError("--temperature must be above 0: a greedy group has no spread to learn from")
         for whole, parts in (("prompts", "microbatches"), ("group_size", "group_microbatches")):
             size, count = getattr(self, whole), getattr(self, parts)
@@ -174,9 +180,6 @@ class TrainConfig:
     def objective_options(self) -> dict[str, Any]:
         return keyword_arguments(PRESETS[self.objective], self.objective_args, "objective-args")
 
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
 
 def load_config(run: str | Path) -> TrainConfig:
     """The configuration of a run folder. Raises FileNotFoundError if it is none, ValueError if it does not fit."""
@@ -187,6 +190,8 @@ def load_config(run: str | Path) -> TrainConfig:
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     if unknown := sorted(set(values) - known):
         raise ValueError(f"{path} holds options that this version does not know: {', '.join(unknown)}")
+    if values.get("clip_norm", 0) is None:  # infinity, which JSON does not have
+        values["clip_norm"] = math.inf
     return TrainConfig(**values)
 
 
@@ -223,7 +228,10 @@ def choose(name: str, value: str, known: Mapping | tuple) -> None:
 
 
 def keyword_arguments(function: Callable, pairs: tuple[str, ...], option: str) -> dict[str, Any]:
-    """`("beta=0.02", …)` as keyword arguments of `function`; values are JSON where they parse, else text."""
+    """`("beta=0.02", …)` as keyword arguments of `function`; values are JSON where they parse, else text.
+
+    Raises ValueError for a name that the function does not take, and for text where its default is a number.
+    """
     known = inspect.signature(function).parameters
     values: dict[str, Any] = {}
     for pair in pairs:
@@ -241,4 +249,6 @@ def keyword_arguments(function: Callable, pairs: tuple[str, ...], option: str) -
             values[name] = json.loads(text)
         except json.JSONDecodeError:
             pass
+        if isinstance(values[name], str) and isinstance(known[name].default, int | float):
+            raise ValueError(f"{flag(option)}: {name} takes a number, as {known[name].default}, got {text!r}")
     return values
