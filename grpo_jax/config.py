@@ -104,6 +104,10 @@ class TrainConfig:
     """Of matrices, not of norms and biases."""
     clip_norm: float = 1.0
     """Largest global norm of a gradient; inf switches clipping off."""
+    ref_every: int | None = None
+    """Iterations after which the reference becomes the policy (iterative GRPO); None leaves it where it started."""
+    ref_ema: float | None = None
+    """Share of the old reference in a moving average with the policy, after each iteration, e.g. 0.99."""
     warm_up: int | None = None
     """Supervised updates on the task's own training rows before GRPO."""
     on_error: str = "raise"
@@ -138,10 +142,14 @@ class TrainConfig:
         keyword_arguments(TASKS[self.task], self.task_args, "task-args")
         keyword_arguments(PRESETS[self.objective], self.objective_args, "objective-args")
         positive = ("steps", "prompts", "group_size", "max_new_tokens", "epochs", "microbatches", "group_microbatches")
-        for field in (*positive, "eval_every", "eval_rows", "eval_batch", "save_every", "keep"):
+        for field in (*positive, "eval_every", "eval_rows", "eval_batch", "save_every", "keep", "ref_every"):
             at_least(field, getattr(self, field), 1)
         for field in ("lr_warmup", "warm_up", "log_completions", "weight_decay", "learning_rate", "seed"):
             at_least(field, getattr(self, field), 0)
+        if self.ref_ema is not None and not 0 <= self.ref_ema <= 1:
+            raise ValueError(f"--ref-ema must be between 0 and 1, got {self.ref_ema}")
+        if self.ref_every is not None and self.ref_ema is not None:
+            raise ValueError("--ref-every and --ref-ema are two ways to move the reference; give one of them")
         if not self.clip_norm > 0:
             raise ValueError(f"--clip-norm must be above 0 (inf for no clipping), got {self.clip_norm}")
         try:

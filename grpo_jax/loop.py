@@ -9,7 +9,7 @@ Left out on purpose: callbacks, a trainer class, files.
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,11 @@ import numpy as np
 import optax
 
 from grpo_jax.checkpoint import Saved
+from grpo_jax.critic import Critic, policy_of, with_critic
 from grpo_jax.models.language_model import LanguageModel
-from grpo_jax.objectives import Objective, reads, reads_in_prepare
+from grpo_jax.objectives import Objective, batch_advantages, reads, reads_in_prepare
 from grpo_jax.policy import CHUNK, Sampling
+from grpo_jax.rewards import Scores
 from grpo_jax.rewards import score as score_rewards
 from grpo_jax.rollout import (
     assemble,
@@ -64,6 +66,12 @@ def prompt_width(task: Task, tokenizer: Tokenizer, multiple: int = 16) -> int:
     return -(-longest // multiple) * multiple
 
 
+def begin(params: Params, optimizer: optax.GradientTransformation, seed: int, critic: Critic | None = None) -> Saved:
+    """The state before the first iteration, in buffers of its own, and the root key."""
+    key, critic_key = jax.random.split(jax.random.key(seed))
+    return Saved(init_state(with_critic(critic, critic_key, copy(params)), optimizer), key)
+
+
 def copy(params: Params) -> Params:
     """Own buffers: the train step donates the state it is given."""
     return jax.tree.map(jnp.copy, params)
@@ -87,6 +95,7 @@ def train(
     microbatches: int = 1,
     group_microbatches: int = 1,
     old_logp: str = "sampler",
+    critic: Critic | None = None,
     length_buckets: int = 4,
     reward_weights: Sequence[float] | None = None,
     on_error: str = "raise",
@@ -106,34 +115,32 @@ def train(
     The reference policy is `reference`, by default the parameters at the start, and is evaluated only if the objective
     reads it; `update_reference(iteration, params, reference) -> reference`, as `objectives.every` and `ema` are, moves
     it after each iteration (the moving reference is then part of `saved`). `reward_weights` weigh several reward
-    functions, `on_error="none"` counts failing rewards as unscorable. `length_buckets` is the number of completion
-    lengths the update is compiled for.
+    functions, `on_error="none"` counts failing rewards as unscorable. A `critic` serves objectives that read values;
+    the state's parameters are then `{"policy": …, "critic": …}`, while `params` is the policy alone. `length_buckets`
+    is the number of completion lengths the update is compiled for.
 
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
     scoring and updating, and `completions`: prompt, completion, reward of each, as rows.
     """
     _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task)
-    make = partial(make_train_step, model, objective, optimizer, sampling=sampling, epochs=epochs, chunk=chunk)
-    options = {"microbatches": microbatches, "group_microbatches": group_microbatches, "old_logp": old_logp}
-    step = jax.jit(make(**options), donate_argnums=0)
-    fields = reads(objective)
-    prepare_fields = reads_in_prepare(objective)
-    if saved is None:
-        saved = Saved(init_state(copy(params), optimizer), jax.random.key(seed))
-    moving = update_reference is not None
-    if "ref_logp_T" not in fields:
+    step = make_train_step(
+        model, objective, optimizer, microbatches=microbatches, group_microbatches=group_microbatches, epochs=epochs,
+        sampling=sampling, old_logp=old_logp, critic=critic, chunk=chunk,
+    )  # fmt: skip
+    step = jax.jit(step, donate_argnums=0)
+    fill = _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk)
+    width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
+    state, key, moved = begin(params, optimizer, seed, critic) if saved is None else saved
+    if "ref_logp_T" not in reads(objective):
         reference = None
     elif reference is None:
-        reference = saved.reference if saved.reference is not None else copy(params)
-    width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
-    state, key, _ = saved
+        reference = copy(params) if moved is None else moved
     for iteration in range(int(state.step) // epochs, steps):
         started = time.perf_counter()
         rows = rows_of(iteration, task.train, prompts_per_step, seed)
-        prompts = encode(tokenizer, task.prompt, rows, length=width)
         rollout = generate(
-            model, state.params, prompts, jax.random.fold_in(key, iteration),
-            group_size=group_size, max_new_tokens=max_new_tokens,
+            model, policy_of(critic, state.params), encode(tokenizer, task.prompt, rows, length=width),
+            jax.random.fold_in(key, iteration), group_size=group_size, max_new_tokens=max_new_tokens,
             stop_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id, **sampling._asdict(),
         )  # fmt: skip
         rollout = trim(jax.block_until_ready(rollout), length_buckets)
@@ -141,33 +148,65 @@ def train(
         texts, questions = completion_texts(tokenizer, rollout), prompt_texts(task, rows)
         scores = score_rewards(task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error)
         scored = time.perf_counter()
-        samples = {}
-        if "reward_T" in fields:
-            samples["reward_T"] = step_rewards(tokenizer, rollout, scores, reward_weights)
-        if reference is not None:
-            samples["ref_logp_T"] = score(model, reference, rollout, sampling=sampling, chunk=chunk)[0]
-        if "entropy_T" in prepare_fields:
-            _, samples["entropy_T"] = score(
-                model, state.params, rollout, sampling=sampling, with_entropy=True, chunk=chunk
-            )
-        batch = assemble(objective, rollout, jnp.asarray(scores.reward_PG, jnp.float32), **samples)
-        state, metrics = step(state, batch)
+        rewards = np.moveaxis(scores.reward_PGN, -1, 1) if takes_several(objective) else scores.reward_PG
+        samples = fill(state.params, reference, rollout, scores)
+        state, metrics = step(state, assemble(objective, rollout, rewards.astype(np.float32), **samples))
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         _check_gap(metrics, model.config)
-        if moving and reference is not None:
-            moved = update_reference(iteration + 1, state.params, reference)
+        if reference is not None and update_reference is not None:
+            policy = policy_of(critic, state.params)
+            moved = update_reference(iteration + 1, policy, reference)
             # The next update consumes the parameters: a reference that is them needs buffers of its own.
-            reference = jax.tree.map(lambda new, own: jnp.copy(new) if new is own else new, moved, state.params)
-        saved = Saved(state, key, reference if moving else None)
+            reference = jax.tree.map(lambda new, own: jnp.copy(new) if new is own else new, moved, policy)
+        done = time.perf_counter()
         metrics = {"iteration": iteration + 1} | group_statistics(rollout, scores.reward_PG) | metrics
-        hyperparams = optax.tree_utils.tree_get(state.opt_state, "hyperparams")
-        if hyperparams is not None:
-            metrics["learning_rate"] = float(hyperparams["learning_rate"])
-        metrics["seconds/sample"] = sampled - started
-        metrics["seconds/score"] = scored - sampled
-        metrics["seconds/update"] = time.perf_counter() - scored
-        metrics["completions"] = _completions(rows, questions, texts, scores.reward_PG)
-        yield saved, metrics
+        metrics |= _rate(state) | {
+            "seconds/sample": sampled - started,
+            "seconds/score": scored - sampled,
+            "seconds/update": done - scored,
+            "completions": _completions(rows, questions, texts, scores.reward_PG),
+        }
+        yield Saved(state, key, None if update_reference is None else reference), metrics
+
+
+def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk) -> Callable[..., dict]:
+    """A function that computes the fields of `Sample` that the objective reads, and none that it does not."""
+    fields, before = reads(objective), reads_in_prepare(objective)
+    if critic is None and fields & {"value_T", "old_value_T"}:
+        raise ValueError("the objective reads values of a critic: pass critic=value_network(model)")
+    values = None if critic is None else jax.jit(critic.values)
+
+    def fill(params: Params, reference: Params | None, rollout: Rollout, scores: Scores) -> dict:
+        policy, samples = policy_of(critic, params), {}
+        if "reward_T" in fields:
+            samples["reward_T"] = step_rewards(tokenizer, rollout, scores, reward_weights)
+        if "ref_logp_T" in fields:
+            samples["ref_logp_T"], _ = score(model, reference, rollout, sampling=sampling, chunk=chunk)
+        if "entropy_T" in before:
+            _, samples["entropy_T"] = score(model, policy, rollout, sampling=sampling, with_entropy=True, chunk=chunk)
+        if "old_value_T" in fields:
+            samples["old_value_T"] = values(params["critic"], rollout.prompts, rollout.tokens_PGT)
+        if "age" in fields:  # this loop samples from the very policy that it updates
+            samples["age"] = np.zeros(rollout.stopped_PG.shape, np.int32)
+        return samples
+
+    return fill
+
+
+@cache
+def takes_several(objective: Objective) -> bool:
+    """Whether the objective's advantage takes the rewards of several functions apart (reward_NG) and not their sum."""
+    rewards = jax.ShapeDtypeStruct((2, 2, 3), jnp.float32)
+    try:
+        return jax.eval_shape(partial(batch_advantages, objective), rewards).shape == (2, 3)
+    except (TypeError, ValueError, AssertionError):  # chex refuses the rank
+        return False
+
+
+def _rate(state: TrainState) -> dict[str, float]:
+    """The learning rate in use, where the optimiser keeps it."""
+    hyperparams = optax.tree_utils.tree_get(state.opt_state, "hyperparams")
+    return {} if hyperparams is None else {"learning_rate": float(hyperparams["learning_rate"])}
 
 
 def nll(logp_T: jax.Array, sample: Sample) -> Mean:

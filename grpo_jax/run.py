@@ -5,6 +5,8 @@ algorithm; a program that needs another loop writes its own around the same gene
 """
 
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,12 +17,13 @@ import optax
 from grpo_jax import checkpoint, loop, report
 from grpo_jax.checkpoint import Saved
 from grpo_jax.config import TINY, TrainConfig, load_config, tiny_config
+from grpo_jax.critic import Critic, policy_of, value_network
 from grpo_jax.evaluate import Evaluation, evaluate
 from grpo_jax.models import LanguageModel, decoder, load_pretrained
-from grpo_jax.objectives import PRESETS, Objective, reads
+from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
 from grpo_jax.tasks import TASKS, Task
 from grpo_jax.tokenizer import Tokenizer, load_tokenizer
-from grpo_jax.train_step import adamw, init_state
+from grpo_jax.train_step import adamw
 from grpo_jax.types import Params
 
 
@@ -33,6 +36,8 @@ class Parts(NamedTuple):
     task: Task
     objective: Objective
     optimizer: optax.GradientTransformation
+    critic: Critic | None
+    update_reference: Callable | None
     prompt_length: int
 
 
@@ -64,7 +69,15 @@ def build(config: TrainConfig) -> Parts:
             f"prompts of up to {length} tokens and --max-new-tokens {config.max_new_tokens} do not fit the model's "
             f"{limit} positions"
         )
-    return Parts(model, params, tokenizer, task, objective, optimizer, length)
+    critic = value_network(model) if "value_T" in reads(objective) else None
+    return Parts(model, params, tokenizer, task, objective, optimizer, critic, reference_rule(config), length)
+
+
+def reference_rule(config: TrainConfig) -> Callable | None:
+    """How the reference moves: every N iterations, as an average, or not at all (None)."""
+    if config.ref_every is not None:
+        return partial(every, interval=config.ref_every)
+    return None if config.ref_ema is None else partial(ema, decay=config.ref_ema)
 
 
 def held_out(config: TrainConfig, parts: Parts, params: Params, **options: Any) -> tuple[list[dict], Evaluation]:
@@ -129,29 +142,35 @@ def _begin(config, parts: Parts, checkpoints, folder: report.RunFolder, screen: 
     rows = len(list(parts.task.held_out)[: config.eval_rows])
     with screen.phase("evaluation before GRPO", rows) as show:
         _, result = held_out(config, parts, params, progress=show)
-    saved = Saved(init_state(params, parts.optimizer), jax.random.key(config.seed))
+    saved = loop.begin(params, parts.optimizer, config.seed, parts.critic)
     folder.log(0, {"held_out": result.accuracy, "held_out_length": result.length})
     checkpoint.save(checkpoints, 0, saved, {"iteration": 0})
     return Start(saved, loop.copy(params) if "ref_logp_T" in reads(parts.objective) else None, 0)
 
 
 def _continue(parts: Parts, checkpoints) -> Start:
-    """The newest checkpoint; the reference is the policy of checkpoint 0."""
-    like = Saved(init_state(parts.params, parts.optimizer), jax.random.key(0))
-    saved, record = checkpoint.restore(checkpoints, like)
+    """The newest checkpoint; a reference that does not move is the policy of checkpoint 0."""
+    like = loop.begin(parts.params, parts.optimizer, 0, parts.critic)
     needed = "ref_logp_T" in reads(parts.objective)
-    reference = checkpoint.restore_params(checkpoints, parts.params, 0) if needed else None
+    newest = checkpoint.iterations(checkpoints)[-1]
+    if needed and parts.update_reference is not None and newest > 0:
+        like = like._replace(reference=parts.params)
+    saved, record = checkpoint.restore(checkpoints, like)
+    reference = saved.reference
+    if needed and reference is None:
+        reference = policy_of(parts.critic, checkpoint.restore_params(checkpoints, like.state.params, 0))
     return Start(saved, reference, record["iteration"])
 
 
 def _iterate(config, parts: Parts, begun: Start, checkpoints, folder: report.RunFolder, screen: report.Screen) -> None:
     """The caller's `for` loop around `loop.train`: evaluate, log, save."""
     iterations = loop.train(
-        parts.model, begun.saved.state.params, parts.task, parts.tokenizer, parts.objective, parts.optimizer,
+        parts.model, policy_of(parts.critic, begun.saved.state.params), parts.task, parts.tokenizer, parts.objective, parts.optimizer,
         steps=config.steps, prompts_per_step=config.prompts, group_size=config.group_size,
         max_new_tokens=config.max_new_tokens, sampling=config.sampling, seed=config.seed, epochs=config.epochs,
         microbatches=config.microbatches, group_microbatches=config.group_microbatches, old_logp=config.old_logp,
         on_error=config.on_error, reference=begun.reference, saved=begun.saved, prompt_length=parts.prompt_length,
+        critic=parts.critic, update_reference=parts.update_reference,
     )  # fmt: skip
     with screen.phase("GRPO", config.steps, start=begun.iteration) as show:
         for saved, metrics in iterations:
@@ -161,7 +180,7 @@ def _iterate(config, parts: Parts, begun: Start, checkpoints, folder: report.Run
             last = iteration == config.steps
             if last or iteration % config.eval_every == 0:
                 told = lambda rows, finished=iteration - 1: show(finished, note=f"{rows} held-out rows evaluated")
-                _, result = held_out(config, parts, saved.state.params, progress=told)
+                _, result = held_out(config, parts, policy_of(parts.critic, saved.state.params), progress=told)
                 metrics |= {"held_out": result.accuracy, "held_out_length": result.length}
             folder.log(iteration, metrics, timings)
             folder.log_completions(iteration, spread(completions, config.log_completions))
@@ -209,7 +228,8 @@ def open_run(run: str | Path, iteration: int | None = None) -> Finished:
     if not folder.is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints yet")
     with checkpoint.open_checkpoints(folder, keep=None) as checkpoints:
-        params = checkpoint.restore_params(checkpoints, parts.params, iteration)
+        like = loop.begin(parts.params, parts.optimizer, 0, parts.critic).state.params
+        params = policy_of(parts.critic, checkpoint.restore_params(checkpoints, like, iteration))
         done = checkpoint.iterations(checkpoints)
     return Finished(config, parts, params, done[-1] if iteration is None else iteration)
 

@@ -41,7 +41,17 @@ def draw(key: Array, logits_V: Array) -> Array:
 
 @partial(
     jax.jit,
-    static_argnames=("model", "group_size", "max_new_tokens", "temperature", "top_k", "top_p", "min_p", "stop_ids", "pad_id"),
+    static_argnames=(
+        "model",
+        "group_size",
+        "max_new_tokens",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "stop_ids",
+        "pad_id",
+    ),
 )
 def generate(
     model: LanguageModel,

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from grpo_jax.critic import Critic, policy_of
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_loss, diagnostics, reads_in_loss
 from grpo_jax.policy import CHUNK, Sampling, completion_scores
@@ -112,6 +113,7 @@ def make_train_step(
     epochs: int = 1,
     sampling: Sampling = Sampling(),
     old_logp: str = "sampler",
+    critic: Critic | None = None,
     axis_name: str | None = None,
     chunk: int = CHUNK,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
@@ -128,6 +130,8 @@ def make_train_step(
     when the batch was sampled from these very parameters). With `axis_name`, pairs and gradients are summed over that
     mapped axis before the division. `chunk` is the number of tokens projected on the vocabulary at a time.
 
+    An objective that reads `value_T` needs a `critic`; parameters are then `{"policy": …, "critic": …}`.
+
     Metrics: `loss`, `grad_norm` (before the optimiser's own clipping), the objective's diagnostics, and `sampler_gap`,
     the mean of |log π − log π_sampler| in the first epoch, which is rounding noise unless sampler and trainer disagree.
     """
@@ -139,13 +143,16 @@ def make_train_step(
     sampling.checked()
     if sampling.temperature == 0:
         raise ValueError("temperature must be above 0 in training: a greedy sampler has no policy gradient")
-    with_entropy = "entropy_T" in reads_in_loss(objective)
+    fields = reads_in_loss(objective)
+    with_entropy, with_value = "entropy_T" in fields, "value_T" in fields
+    if with_value and critic is None:
+        raise ValueError("the objective reads value_T: pass a critic, such as value_network(model)")
     cuts = microbatches * group_microbatches
 
     def part_loss(params: Params, part: Batch, own_old: bool):
         rollout, samples = part
         logp, entropy = completion_scores(
-            model, params, rollout.prompts, rollout.tokens_PGT, rollout.mask_PGT,
+            model, policy_of(critic, params), rollout.prompts, rollout.tokens_PGT, rollout.mask_PGT,
             sampling=sampling, with_entropy=with_entropy, chunk=chunk,
         )  # fmt: skip
         fixed = jax.lax.stop_gradient(logp)
@@ -153,6 +160,8 @@ def make_train_step(
             old_logp_T=fixed if own_old else samples.old_logp_T,
             entropy_T=entropy if with_entropy else samples.entropy_T,
         )
+        if with_value:
+            samples = samples._replace(value_T=critic.values(params["critic"], rollout.prompts, rollout.tokens_PGT))
         loss = batch_loss(objective, logp, samples)
         gap = jnp.where(rollout.mask_PGT, jnp.abs(fixed - rollout.logp_PGT), 0.0)
         seen = diagnostics(objective, fixed, jax.lax.stop_gradient(samples))
@@ -193,7 +202,7 @@ def make_train_step(
             grads = jax.tree.map(lambda g, scale=scale: g * scale, grads)
             if epoch > 0:
                 del seen["sampler_gap"]
-            history.append({"loss": loss.value(), "grad_norm": optax.global_norm(grads)} | _values(seen))
+            history.append({"loss": loss.value(), "grad_norm": optax.tree.norm(grads)} | _values(seen))
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
             updates, opt_state = optimizer.update(grads, opt_state, params)
             params = optax.apply_updates(params, updates)
