@@ -1,0 +1,101 @@
+"""A toy task in which every completion earns something, toy models, and the command line on them.
+
+`python tests/toy.py train --task letters …` is `grpo-jax train …` with this task and a model that compiles quickly.
+"""
+
+import sys
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from grpo_jax.models import DecoderConfig, LanguageModel
+from grpo_jax.tasks import Task
+
+V, STOP = 259, 257  # the byte tokenizer's
+
+
+def ascii_share(completion: str) -> float | None:
+    """The share of characters that are ASCII; None for an empty completion. Random bytes give all kinds of values."""
+    return sum(c < "\x80" for c in completion) / len(completion) if completion else None
+
+
+def letters(*, train_size: int = 10, held_out_size: int = 7) -> Task:
+    """Questions `a0`, `b1`, …; the reward is `ascii_share`."""
+    rows = [{"question": f"{'abcdefgh'[i % 8]}{i}", "answer": "abc"[i % 3]} for i in range(train_size + held_out_size)]
+    return Task(
+        "letters",
+        rows[held_out_size:],
+        rows[:held_out_size],
+        lambda row: [{"role": "user", "content": row["question"]}],
+        ascii_share,
+        lambda row: row["answer"] * 3,
+    )
+
+
+class BigramConfig(NamedTuple):
+    vocab_size: int = V
+    dtype: str = "float32"
+
+
+def bigram(width: int = 8, stop_share: float = 0.3) -> LanguageModel:
+    """Logits of the last token and the prompt's mean: a language model that compiles in no time.
+
+    `stop_share` is roughly the chance of the stop token at the start, so that completions differ in length.
+    """
+
+    def init(key):
+        embed, out = jax.random.split(key)
+        bias = jnp.zeros(V).at[STOP].set(jnp.log(stop_share / (1 - stop_share) * V))
+        return {
+            "embed": jax.random.normal(embed, (V, width)),
+            "out": 0.5 * jax.random.normal(out, (width, V)),
+            "bias": bias,
+        }
+
+    def hidden(params, tokens, context_D):
+        return jnp.tanh(params["embed"][tokens] + context_D)
+
+    def prefill(params, tokens_S, mask_S):
+        context_D = (params["embed"][tokens_S] * mask_S[:, None]).sum(0) / mask_S.sum()
+        return hidden(params, tokens_S, context_D), context_D
+
+    logits = lambda params, hidden_D: (hidden_D @ params["out"] + params["bias"]).astype(jnp.float32)
+    return LanguageModel(
+        config=BigramConfig(),
+        init=init,
+        prefill=prefill,
+        extend=lambda params, context_D, tokens_T: hidden(params, tokens_T, context_D),
+        logits=logits,
+        for_decoding=lambda params: params,
+        empty=lambda max_tokens: jnp.zeros(()),
+        decode=lambda params, context_D, own, index, token: (hidden(params, token, context_D), own),
+        decode_logits=logits,
+    )
+
+
+def small_config(vocab_size: int, dtype: str) -> DecoderConfig:
+    """In place of `config.tiny_config`."""
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=40,
+        dtype=dtype,
+    )
+
+
+def main() -> None:
+    from grpo_jax import cli, run, tasks
+
+    tasks.TASKS["letters"] = letters
+    run.tiny_config = small_config
+    sys.exit(cli.main())
+
+
+if __name__ == "__main__":
+    main()
