@@ -1,1 +1,79 @@
-"""Functional GRPO for language models in JAX and Flax."""
+"""Functional GRPO for language models in JAX and Flax: the public names, nothing else."""
+
+from grpo_jax.critic import value_network
+from grpo_jax.loop import train, warm_up
+from grpo_jax.models import DecoderConfig, LanguageModel, decoder, load_pretrained, save_pretrained
+from grpo_jax.objectives import (
+    PRESETS,
+    Objective,
+    batch_advantages,
+    batch_loss,
+    clipped,
+    compose,
+    dapo,
+    diagnostics,
+    dr_grpo,
+    grpo,
+    gspo,
+    k3,
+    per_sequence,
+    per_token,
+    reads,
+    sequence_mean,
+    standardize,
+    token_mean,
+)
+from grpo_jax.policy import Sampling, completion_logp
+from grpo_jax.rollout import assemble
+from grpo_jax.sampler import generate
+from grpo_jax.tasks import Task, pricing
+from grpo_jax.tokenizer import ByteTokenizer, load_tokenizer, pad_prompts
+from grpo_jax.train_step import adamw, init_state, make_train_step
+from grpo_jax.types import Batch, Mean, Prompts, Rollout, Sample, TrainState
+
+__all__ = [
+    "PRESETS",
+    "Batch",
+    "ByteTokenizer",
+    "DecoderConfig",
+    "LanguageModel",
+    "Mean",
+    "Objective",
+    "Prompts",
+    "Rollout",
+    "Sample",
+    "Sampling",
+    "Task",
+    "TrainState",
+    "adamw",
+    "assemble",
+    "batch_advantages",
+    "batch_loss",
+    "clipped",
+    "completion_logp",
+    "compose",
+    "dapo",
+    "decoder",
+    "diagnostics",
+    "dr_grpo",
+    "generate",
+    "grpo",
+    "gspo",
+    "init_state",
+    "k3",
+    "load_pretrained",
+    "load_tokenizer",
+    "make_train_step",
+    "pad_prompts",
+    "per_sequence",
+    "per_token",
+    "pricing",
+    "reads",
+    "save_pretrained",
+    "sequence_mean",
+    "standardize",
+    "token_mean",
+    "train",
+    "value_network",
+    "warm_up",
+]
