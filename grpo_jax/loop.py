@@ -112,7 +112,7 @@ def train(
     an earlier call yielded, or a checkpoint) the run continues behind it. `saved.state` holds parameters and optimiser
     state; its arrays are consumed by the next iteration, so copy what must outlive it.
 
-    The reference policy is `reference`, by default the parameters at the start, and is evaluated only if the objective
+    The reference policy is that of `saved`, else `reference`, else `params`, and is evaluated only if the objective
     reads it; `update_reference(iteration, params, reference) -> reference`, as `objectives.every` and `ema` are, moves
     it after each iteration (the moving reference is then part of `saved`). `reward_weights` weigh several reward
     functions, `on_error="none"` counts failing rewards as unscorable. A `critic` serves objectives that read values;
@@ -133,8 +133,10 @@ def train(
     state, key, moved = begin(params, optimizer, seed, critic) if saved is None else saved
     if "ref_logp_T" not in reads(objective):
         reference = None
+    elif moved is not None:
+        reference = moved
     elif reference is None:
-        reference = copy(params) if moved is None else moved
+        reference = copy(params)
     for iteration in range(int(state.step) // epochs, steps):
         started = time.perf_counter()
         rows = rows_of(iteration, task.train, prompts_per_step, seed)
