@@ -3,7 +3,11 @@
 `python tests/toy.py train --task letters …` is `grpo-jax train …` with this task and a model that compiles quickly.
 """
 
+import logging
+import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import jax
@@ -35,16 +39,20 @@ def letters(*, train_size: int = 10, held_out_size: int = 7) -> Task:
 
 class BigramConfig(NamedTuple):
     vocab_size: int = V
+    hidden_size: int = 8
     dtype: str = "float32"
 
 
-def bigram(width: int = 8, stop_share: float = 0.3) -> LanguageModel:
+def bigram(stop_share: float = 0.3) -> LanguageModel:
     """Logits of the last token and the prompt's mean: a language model that compiles in no time.
 
     `stop_share` is roughly the chance of the stop token at the start, so that completions differ in length.
     """
 
+    config = BigramConfig()
+
     def init(key):
+        width = config.hidden_size
         embed, out = jax.random.split(key)
         bias = jnp.zeros(V).at[STOP].set(jnp.log(stop_share / (1 - stop_share) * V))
         return {
@@ -62,7 +70,7 @@ def bigram(width: int = 8, stop_share: float = 0.3) -> LanguageModel:
 
     logits = lambda params, hidden_D: (hidden_D @ params["out"] + params["bias"]).astype(jnp.float32)
     return LanguageModel(
-        config=BigramConfig(),
+        config=config,
         init=init,
         prefill=prefill,
         extend=lambda params, context_D, tokens_T: hidden(params, tokens_T, context_D),
@@ -72,6 +80,25 @@ def bigram(width: int = 8, stop_share: float = 0.3) -> LanguageModel:
         decode=lambda params, context_D, own, index, token: (hidden(params, token, context_D), own),
         decode_logits=logits,
     )
+
+
+@contextmanager
+def compilations() -> Iterator[list[str]]:
+    """The names of the functions that are compiled inside the block, as they come."""
+    names: list[str] = []
+
+    class Collect(logging.Handler):
+        def emit(self, record):
+            if found := re.match(r"Compiling (?:jit\()?(\w+)", record.getMessage()):
+                names.append(found[1])
+
+    logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Collect()
+    logger.addHandler(handler)
+    try:
+        with jax.log_compiles():
+            yield names
+    finally:
+        logger.removeHandler(handler)
 
 
 def small_config(vocab_size: int, dtype: str) -> DecoderConfig:
