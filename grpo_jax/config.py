@@ -26,14 +26,16 @@ TINY = "tiny"
 BY_MODEL: dict[bool, dict[str, Any]] = {
     True: {  # the tiny model
         "task_args": {"wording": "terse"},
-        "objective_args": {"beta": 0.001},
-        "steps": 150,
+        "objective_args": {"beta": 0.02},
+        "steps": 200,
         "prompts": 32,
-        "group_size": 8,
-        "max_new_tokens": 16,
-        "learning_rate": 5e-4,
-        "warm_up": 150,
-        "eval_every": 15,
+        "group_size": 32,
+        "max_new_tokens": 10,
+        "learning_rate": 1e-3,
+        "warm_up": 90,
+        "eval_every": 20,
+        "eval_batch": 256,
+        "length_buckets": 1,
         "microbatches": 1,
     },
     False: {  # a pretrained model
@@ -46,6 +48,8 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "learning_rate": 3e-6,
         "warm_up": 0,
         "eval_every": 20,
+        "eval_batch": 64,
+        "length_buckets": 2,
         "microbatches": 1,
     },
 }
@@ -78,6 +82,8 @@ class TrainConfig:
     """Completions sampled for each prompt (G)."""
     max_new_tokens: int | None = None
     """Length limit of a completion, in tokens."""
+    length_buckets: int | None = None
+    """Lengths that an update is compiled for: a batch is cut to the smallest equal part of --max-new-tokens it fits."""
     temperature: float = 1.0
     """Divides the logits, in sampling and in training."""
     top_k: int | None = None
@@ -116,7 +122,7 @@ class TrainConfig:
     """Iterations between evaluations on held-out rows (greedy); also before the first and after the last."""
     eval_rows: int | None = None
     """Held-out rows to evaluate on; None takes all of them."""
-    eval_batch: int = 64
+    eval_batch: int | None = None
     """Rows evaluated at a time."""
     save_every: int = 20
     """Iterations between checkpoints; also after the last."""
@@ -142,7 +148,16 @@ class TrainConfig:
         keyword_arguments(TASKS[self.task], self.task_args, "task-args")
         keyword_arguments(PRESETS[self.objective], self.objective_args, "objective-args")
         positive = ("steps", "prompts", "group_size", "max_new_tokens", "epochs", "microbatches", "group_microbatches")
-        for field in (*positive, "eval_every", "eval_rows", "eval_batch", "save_every", "keep", "ref_every"):
+        for field in (
+            *positive,
+            "eval_every",
+            "eval_rows",
+            "eval_batch",
+            "save_every",
+            "keep",
+            "ref_every",
+            "length_buckets",
+        ):
             at_least(field, getattr(self, field), 1)
         for field in ("lr_warmup", "warm_up", "log_completions", "weight_decay", "learning_rate", "seed"):
             at_least(field, getattr(self, field), 0)
@@ -204,15 +219,15 @@ def load_config(run: str | Path) -> TrainConfig:
 
 
 def tiny_config(vocab_size: int, dtype: str) -> DecoderConfig:
-    """The built-in model: three layers, about 0.8 million parameters, for a vocabulary of bytes."""
+    """The built-in model: two layers, about 0.15 million parameters, for a vocabulary of bytes."""
     return DecoderConfig(
         vocab_size=vocab_size,
-        hidden_size=128,
-        intermediate_size=384,
-        num_hidden_layers=3,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
-        head_dim=32,
+        head_dim=16,
         max_position_embeddings=512,
         dtype=dtype,
     )
@@ -231,7 +246,7 @@ def choose(name: str, value: str, known: Mapping | tuple) -> None:
     """Raises ValueError with the nearest known name, and all of them."""
     if value not in known:
         near = difflib.get_close_matches(str(value), list(known), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         raise ValueError(f"--{name} {value!r} is not known{hint} Known: {', '.join(known)}")
 
 
@@ -248,7 +263,7 @@ def keyword_arguments(function: Callable, pairs: tuple[str, ...], option: str) -
             raise ValueError(f"{flag(option)} takes NAME=VALUE, got {pair!r}")
         if name not in known:
             near = difflib.get_close_matches(name, list(known), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = f"; did you mean {near[0]!r}?" if near else "."
             raise ValueError(
                 f"{flag(option)}: {function.__name__} takes no {name!r}{hint} It takes: {', '.join(known)}"
             )

@@ -238,6 +238,7 @@ def warm_up(
     """
     if steps < 0 or batch_size < 1:
         raise ValueError(f"steps must be at least 0 and batch_size at least 1, got {steps} and {batch_size}")
+    _check_rows(task)
     step = jax.jit(make_train_step(model, SUPERVISED, optimizer, chunk=chunk), donate_argnums=0)
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
     targets = [[*tokenizer.encode(task.target(row)), tokenizer.stop_ids[0]] for row in task.train]
@@ -267,10 +268,14 @@ def _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buc
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     if sampling.checked().temperature == 0:
         raise ValueError("temperature must be above 0 in training: a greedy group has no spread to learn from")
-    if not len(task.train):
-        raise ValueError(f"task {task.name!r} has no training rows")
+    _check_rows(task)
     if group_size == 1:
         warnings.warn("group_size=1: a group of one has no spread, its advantage is 0", stacklevel=3)
+
+
+def _check_rows(task: Task) -> None:
+    if not len(task.train):
+        raise ValueError(f"task {task.name!r} has no training rows")
 
 
 def _check_gap(metrics: dict, config) -> None:

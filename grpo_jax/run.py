@@ -92,7 +92,7 @@ def start(config: TrainConfig, parts: Parts, screen: report.Screen) -> Params:
     """The parameters that GRPO starts from: the model's own, after the supervised warm-up if there is one."""
     params = parts.params
     if config.warm_up:
-        rate = adamw(2e-3, steps=config.warm_up, warmup_steps=min(20, config.warm_up), schedule="cosine")
+        rate = adamw(3e-3, steps=config.warm_up, warmup_steps=min(20, config.warm_up), schedule="cosine")
         updates = loop.warm_up(
             parts.model, params, parts.task, parts.tokenizer, rate,
             steps=config.warm_up, seed=config.seed, prompt_length=parts.prompt_length,
@@ -121,6 +121,8 @@ def train(config: TrainConfig, *, resume: bool = False, screen: report.Screen | 
     began, screen, out = time.perf_counter(), screen or report.Screen(), Path(config.out)
     if not resume and (out / "config.json").exists():
         raise FileExistsError(f"{out} already holds a run: continue it with --resume {out}, or choose another --out")
+    if resume and not (out / "config.json").exists():
+        raise FileNotFoundError(f"no run to resume at {out}")
     parts = build(config)
     with checkpoint.open_checkpoints(out / "checkpoints", keep=config.keep) as checkpoints:
         done = checkpoint.iterations(checkpoints) if resume else []
@@ -165,12 +167,13 @@ def _continue(parts: Parts, checkpoints) -> Start:
 def _iterate(config, parts: Parts, begun: Start, checkpoints, folder: report.RunFolder, screen: report.Screen) -> None:
     """The caller's `for` loop around `loop.train`: evaluate, log, save."""
     iterations = loop.train(
-        parts.model, policy_of(parts.critic, begun.saved.state.params), parts.task, parts.tokenizer, parts.objective, parts.optimizer,
-        steps=config.steps, prompts_per_step=config.prompts, group_size=config.group_size,
+        parts.model, policy_of(parts.critic, begun.saved.state.params), parts.task, parts.tokenizer, parts.objective,
+        parts.optimizer, steps=config.steps, prompts_per_step=config.prompts, group_size=config.group_size,
         max_new_tokens=config.max_new_tokens, sampling=config.sampling, seed=config.seed, epochs=config.epochs,
         microbatches=config.microbatches, group_microbatches=config.group_microbatches, old_logp=config.old_logp,
-        on_error=config.on_error, reference=begun.reference, saved=begun.saved, prompt_length=parts.prompt_length,
-        critic=parts.critic, update_reference=parts.update_reference,
+        critic=parts.critic, length_buckets=config.length_buckets, on_error=config.on_error,
+        reference=begun.reference, update_reference=parts.update_reference, saved=begun.saved,
+        prompt_length=parts.prompt_length,
     )  # fmt: skip
     with screen.phase("GRPO", config.steps, start=begun.iteration) as show:
         for saved, metrics in iterations:
