@@ -1,0 +1,164 @@
+"""What `compare_objectives` shows: one row a system, as a table, JSON, Markdown and a picture with its spread."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.table import Table
+
+from grpo_jax import report
+
+LEVEL = 0.8  # "learned": the held-out accuracy whose first evaluation is reported
+GRPO = "grpo"
+COLUMNS = (
+    "system", "seeds", "held-out before", "held-out after", f"steps to {LEVEL:.0%}", "tokens sampled", "s/step",
+    "memory MB", "of GRPO",
+)  # fmt: skip
+
+
+def steps_to(curve: Sequence[Mapping[str, float]], level: float = LEVEL) -> float:
+    """The first evaluated step with at least that accuracy; infinity if there is none."""
+    return next((point["step"] for point in curve if point["held_out"] >= level), math.inf)
+
+
+def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict]:
+    """One row a system over its seeds, the best final accuracy first. Deviations are those of a sample (n − 1)."""
+    rows, by_system = [], {}
+    for record in records:
+        by_system.setdefault(record["system"], []).append(record)
+    for name, runs in by_system.items():
+        before, after = ([run["curve"][place]["held_out"] for run in runs] for place in (0, -1))
+        reached = float(np.median([steps_to(run["curve"]) for run in runs]))
+        rows.append(
+            {
+                "system": name,
+                "settings": runs[0]["settings"],
+                "seeds": [run["seed"] for run in runs],
+                "before": _spread(before),
+                "after": _spread(after),
+                "steps_to_level": reached if math.isfinite(reached) else None,
+                "sampled_tokens": float(np.mean([run["sampled_tokens"] for run in runs])),
+                "seconds_per_step": float(np.median([run["seconds_per_step"] for run in runs])),
+                "memory_bytes": runs[0]["memory_bytes"],
+            }
+        )
+    base = next((row["memory_bytes"] for row in rows if row["system"] == GRPO), None)
+    rows = [row | {"memory_of_grpo": None if base is None else row["memory_bytes"] / base} for row in rows]
+    return sorted(rows, key=lambda row: -row["after"]["mean"])
+
+
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"mean": float(np.mean(values)), "std": float(np.std(values, ddof=1)) if len(values) > 1 else 0.0}
+
+
+def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """A row of the table, in the order of `COLUMNS`."""
+    percent = lambda x: f"{100 * x['mean']:.1f} ± {100 * x['std']:.1f} %"
+    reached, ratio = row["steps_to_level"], row["memory_of_grpo"]
+    return (
+        row["system"],
+        str(len(row["seeds"])),
+        percent(row["before"]),
+        percent(row["after"]),
+        "–" if reached is None else f"{reached:g}",
+        f"{row['sampled_tokens']:,.0f}",
+        f"{row['seconds_per_step']:.2f}",
+        f"{row['memory_bytes'] / 1e6:.0f}",
+        "–" if ratio is None else f"{ratio:.2f} ×",
+    )
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    out = Table(title="Objectives on the pricing task, equal budgets")
+    for index, column in enumerate(COLUMNS):
+        out.add_column(column, justify="right" if index else "left", no_wrap=not index)
+    for row in rows:
+        out.add_row(*cells(row))
+    return out
+
+
+def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The table, and what each system was bound with."""
+    line = lambda texts: f"| {' | '.join(texts)} |\n"
+    head = line(COLUMNS) + line(["---", *["---:"] * (len(COLUMNS) - 1)])
+    settings = "".join(f"- `{row['system']}`: {row['settings']}\n" for row in rows)
+    return head + "".join(line(cells(row)) for row in rows) + f"\nSettings:\n\n{settings}"
+
+
+def write(
+    records: Sequence[Mapping[str, Any]],
+    folder: Path,
+    figure: Path,
+    panels: Mapping[str, Sequence[str]],
+    screen: report.Screen,
+) -> None:
+    """summary.json and summary.md in the folder, the picture, and the table on the terminal."""
+    rows = summarise(records)
+    report.write_json(folder / "summary.json", {"systems": rows, "runs": records})
+    (folder / "summary.md").write_text(markdown(rows))
+    figure.parent.mkdir(parents=True, exist_ok=True)
+    draw(rows, records, figure, panels)
+    screen.console.print(table(rows))
+    screen.console.print(f"Table: {folder / 'summary.md'}\nPicture: {figure}", soft_wrap=True, highlight=False)
+
+
+def draw(
+    rows: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, Any]],
+    path: Path,
+    panels: Mapping[str, Sequence[str]],
+) -> None:
+    """Left the final accuracies with their spread, sorted; right the curves of the ladder as means in bands."""
+    from matplotlib.figure import Figure  # not pyplot: no global state, no window
+
+    figure = Figure(figsize=(14, max(9.0, 2.0 + 0.24 * len(rows))), layout="constrained", facecolor="white")
+    places = [["points", title] for title in panels]
+    axes = figure.subplot_mosaic(places, width_ratios=(1, 1.1))
+    _points(axes["points"], rows, records)
+    for title, names in panels.items():
+        _curves(axes[title], title, names, records)
+    axes[list(panels)[-1]].set_xlabel("step")
+    figure.savefig(path, dpi=100)
+
+
+def _points(ax: Any, rows: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> None:
+    heights = {row["system"]: place for place, row in enumerate(reversed(rows))}
+    for record in records:
+        ax.plot(100 * record["curve"][-1]["held_out"], heights[record["system"]], "o", color="0.75", markersize=3.5)
+    for row in rows:
+        color = "C3" if row["system"] == GRPO else "C0"
+        mean, std = 100 * row["after"]["mean"], 100 * row["after"]["std"]
+        ax.errorbar(mean, heights[row["system"]], xerr=std, fmt="o", color=color, capsize=3, markersize=6)
+    before = 100 * float(np.mean([row["before"]["mean"] for row in rows]))
+    ax.axvline(before, color="0.5", linestyle="--", linewidth=1)
+    ax.text(before, len(rows) - 0.4, " start", color="0.4", va="top")
+    ax.set_yticks(list(heights.values()), list(heights))
+    ax.set_ylim(-0.7, len(rows) - 0.3)
+    ax.set_xlabel("held-out accuracy after training, % (mean and standard deviation over seeds)")
+    _title(ax, "Every objective, the same budget", "x")
+
+
+def _curves(ax: Any, title: str, names: Sequence[str], records: Sequence[Mapping[str, Any]]) -> None:
+    for index, name in enumerate(names):
+        curves = [record["curve"] for record in records if record["system"] == name]
+        if not curves:
+            continue
+        steps = [point["step"] for point in curves[0]]
+        values = 100 * np.array([[point["held_out"] for point in curve] for curve in curves])
+        mean, std = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(len(steps))
+        color = "C3" if name == GRPO else ("C0", "C1", "C2", "C4", "C5", "C6", "C7")[index % 7]
+        ax.plot(steps, mean, "o-", color=color, label=name, linewidth=1.8, markersize=3.5)
+        ax.fill_between(steps, mean - std, mean + std, color=color, alpha=0.15, linewidth=0)
+    ax.set_ylabel("held-out accuracy, %")
+    _title(ax, title, "y")
+    if ax.lines:
+        ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _title(ax: Any, title: str, grid: str) -> None:
+    ax.set_title(title, loc="left", fontsize=11, fontweight="bold")
+    ax.spines[["top", "right"]].set_visible(False)
+    ax.grid(axis=grid, color="0.9")
+    ax.set_axisbelow(True)
