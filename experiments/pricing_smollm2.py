@@ -34,7 +34,7 @@ class Study:
     """Length limit of a completion, in tokens."""
     temperature: float = 0.7
     """Of sampling and training; evaluation is greedy."""
-    learning_rate: float = 5e-6
+    learning_rate: float = 1e-5
     """Of AdamW."""
     level: int = 1
     """Of the pricing task."""

@@ -27,7 +27,11 @@ def plain_logp(model, params, prompt, mask, completion):
     padded = jnp.asarray(np.pad(ids, (0, 24 - len(ids))))
     logits = jax.jit(lambda p, x: model.logits(p, model.prefill(p, x, jnp.ones(24, bool))[0]))(params, padded)
     logits = np.asarray(logits, np.float64)[: len(ids)]
-    logp = logits - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True)) - logits.max(-1, keepdims=True)
+    logp = (
+        logits
+        - np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1, keepdims=True))
+        - logits.max(-1, keepdims=True)
+    )
     n = len(completion)
     return logp[-n - 1 : -1][np.arange(n), completion], logp[-n - 1 : -1]
 
@@ -39,7 +43,9 @@ def test_equals_a_plain_pass_over_the_whole_sequence(tiny_model, tiny_params, pr
     for p in range(4):
         for g in range(G):
             n = int(mask[p, g].sum())
-            expected, rows = plain_logp(tiny_model, tiny_params, prompts.tokens_PS[p], prompts.mask_PS[p], np.asarray(tokens[p, g, :n]))
+            expected, rows = plain_logp(
+                tiny_model, tiny_params, prompts.tokens_PS[p], prompts.mask_PS[p], np.asarray(tokens[p, g, :n])
+            )
             np.testing.assert_allclose(logp[p, g, :n], expected, atol=1e-5)
             np.testing.assert_allclose(entropy[p, g, :n], -(np.exp(rows) * rows).sum(-1), atol=1e-5)
             assert not np.any(logp[p, g, n:])
@@ -120,7 +126,9 @@ def test_memory_does_not_grow_with_vocabulary_times_length(optimized):
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_the_chunk_changes_cost_only(tiny_model, tiny_params, prompts, completions, chunk):
     def loss(chunk):
-        return jax.jit(jax.value_and_grad(lambda p: completion_logp(tiny_model, p, prompts, *completions, chunk=chunk).mean()))
+        return jax.jit(
+            jax.value_and_grad(lambda p: completion_logp(tiny_model, p, prompts, *completions, chunk=chunk).mean())
+        )
 
     chex.assert_trees_all_close(loss(chunk)(tiny_params), loss(256)(tiny_params), atol=1e-5, rtol=1e-5)
 

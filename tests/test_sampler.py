@@ -17,7 +17,14 @@ def sample(model, params, prompts, key=KEY, group_size=4, max_new_tokens=10, **o
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"temperature": 0.6}, {"top_k": 5}, {"top_p": 0.7, "temperature": 1.2}, {"min_p": 0.2}, {"top_k": 9, "top_p": 0.9}],
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 5},
+        {"top_p": 0.7, "temperature": 1.2},
+        {"min_p": 0.2},
+        {"top_k": 9, "top_p": 0.9},
+    ],
     ids=str,
 )
 def test_log_probabilities_equal_the_trainers(tiny_model, tiny_params, prompts, options):

@@ -62,6 +62,7 @@ def test_no_token_sees_the_future_or_padding(model_and_params):
     """Gradients of a hidden state with respect to later and to masked embeddings are exactly zero."""
     model, params = model_and_params
     ids = jnp.arange(10, dtype=jnp.int32)  # distinct tokens: one embedding row a position
+
     def state(embed, t):
         p = params | {"embed": embed}
         hidden, cache = model.prefill(p, ids[:5], jnp.arange(5) >= 1)
