@@ -29,7 +29,7 @@ class Train(TrainConfig):
 class Eval:
     """Held-out accuracy of a run (greedy), pass@k if asked for, and its failures written out to read."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     checkpoint: int | None = None
     """Iteration of the checkpoint; None takes the newest."""
@@ -57,9 +57,9 @@ class Eval:
 class Sample:
     """A run's answer to a question of yours."""
 
-    run: tyro.conf.Positional[str]
+    run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
-    text: tyro.conf.Positional[str]
+    text: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TEXT")]
     """The question."""
     checkpoint: int | None = None
     """Iteration of the checkpoint; None takes the newest."""
@@ -197,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     actions = {Train: train, Eval: evaluate, Sample: sample}
     try:
         actions[type(command)](command)
-    except (ValueError, FileNotFoundError, FileExistsError) as error:
+    except (ValueError, OSError) as error:
         message = Text.assemble(("error: ", "bold red"), str(error))  # not markup: a message may hold brackets
         Console(stderr=True).print(message, soft_wrap=True)
         return 2

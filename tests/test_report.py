@@ -18,6 +18,7 @@ from grpo_jax.report import (
     Screen,
     append_line,
     cut_lines,
+    json_text,
     plot_curves,
     plot_runs,
     print_summary,
@@ -25,6 +26,7 @@ from grpo_jax.report import (
     running_mean,
     sparkline,
     write_json,
+    write_rows,
 )
 
 
@@ -119,6 +121,29 @@ def test_json_is_written_all_or_nothing(tmp_path):
         write_json(tmp_path / "a.json", {"x": object()})
     assert json.loads((tmp_path / "a.json").read_text()) == {"x": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_rows_are_written_all_or_nothing(tmp_path):
+    """One line each, in the place of what was there; text stays as it is, and NaN is null."""
+    path = tmp_path / "failures.jsonl"
+    write_rows(path, [{"a": 1}, {"a": 2}])
+    write_rows(path, [{"text": "é\n×", "reward": math.nan, "n": np.int32(3)}])
+    assert path.read_text(encoding="utf-8") == '{"text": "é\\n×", "reward": null, "n": 3}\n'
+    assert read_lines(path) == [{"text": "é\n×", "reward": None, "n": 3}]
+    with pytest.raises(TypeError, match="cannot write object"):
+        write_rows(path, [{"a": 1}, {"a": object()}])
+    assert len(read_lines(path)) == 1
+    write_rows(path, [])
+    assert path.read_text() == ""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["failures.jsonl"]
+
+
+def test_json_has_neither_nan_nor_infinity():
+    assert (
+        json_text({"a": [math.nan, -math.inf, 1.5], "b": jnp.float32(math.nan)})
+        == '{"a": [null, null, 1.5], "b": null}'
+    )
+    assert json_text({"a": 1}, indent=2) == '{\n  "a": 1\n}'
 
 
 def test_lines_are_cut_at_the_step_and_kept_as_they_are(tmp_path):
@@ -221,6 +246,20 @@ def test_a_terminal_shows_the_numbers_live():
     assert "2/4" in text
     assert "12,346" in text
     assert "kl" not in text
+
+
+def test_a_note_lasts_until_the_next_update():
+    for terminal in (False, True):
+        console = screen(terminal)
+        with Progress(4, console=console, interval=0.0) as progress:
+            for done, note in ((1, "5 rows evaluated"), (2, "")):
+                before = len(console.file.getvalue())
+                progress.update(done, reward=0.5, note=note)
+                if terminal:
+                    console.print(progress._render())
+                shown = console.file.getvalue()[before:]
+                assert "0.500" in shown
+                assert ("5 rows evaluated" in shown) == bool(note)
 
 
 def test_phases_pass_their_interval_and_start(monkeypatch):

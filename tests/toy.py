@@ -1,20 +1,32 @@
 """A toy task in which every completion earns something, toy models, and the command line on them.
 
-`python tests/toy.py train --task letters …` is `grpo-jax train …` with this task and a model that compiles quickly.
+`python tests/toy.py train --task letters …` is `grpo-jax train …` with this task and a small model. With the
+environment variable DIE_AT set to a number, the process kills itself in the middle of writing that checkpoint.
 """
 
 import logging
+import os
 import re
+import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from grpo_jax.models import DecoderConfig, LanguageModel
 from grpo_jax.tasks import Task
+
+if "torch" not in sys.modules:  # TensorBoard's writer would import it, for seconds and for nothing
+    sys.modules["torch"] = None
+    import tensorboardX  # noqa: F401
+
+    del sys.modules["torch"]
 
 V, STOP = 259, 257  # the byte tokenizer's
 
@@ -116,11 +128,67 @@ def small_config(vocab_size: int, dtype: str) -> DecoderConfig:
     )
 
 
-def main() -> None:
-    from grpo_jax import cli, run, tasks
+def install(patch: pytest.MonkeyPatch) -> None:
+    """Makes the command line know the task, and the small model the built-in one."""
+    from grpo_jax import run, tasks
 
-    tasks.TASKS["letters"] = letters
-    run.tiny_config = small_config
+    patch.setitem(tasks.TASKS, "letters", letters)
+    patch.setattr(run, "tiny_config", small_config)
+
+
+# fmt: off
+OPTIONS = [
+    "--task", "letters", "--steps", "7", "--prompts", "3", "--group-size", "4", "--max-new-tokens", "8",
+    "--warm-up", "3", "--learning-rate", "0.05", "--lr-warmup", "2", "--schedule", "linear", "--seed", "4",
+    "--objective-args", "beta=0.1", "--eval-rows", "5", "--eval-batch", "3", "--eval-every", "3",
+    "--save-every", "2", "--keep", "1", "--log-completions", "3",
+]
+# fmt: on
+FINISHED: list[Path] = []
+
+
+def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen:
+    """The command line in a process of its own; processes of one `folder` share compiled programs."""
+    shared = {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    return subprocess.Popen(
+        [sys.executable, __file__, *arguments], env=os.environ | shared | environment, cwd=folder,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def finished_run(factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that was never interrupted, made once for all tests; its parent is for `launch`."""
+    if not FINISHED:
+        folder = factory.mktemp("runs")
+        process = launch(folder, "train", *OPTIONS, "--out", "whole")
+        output, _ = process.communicate()
+        assert process.returncode == 0, output
+        FINISHED.append(folder / "whole")
+    return FINISHED[0]
+
+
+def die_at(number: str) -> None:
+    """Orbax writes a checkpoint into a temporary folder and renames it: the last moment before it counts."""
+
+    def watch(event, args):
+        if event == "os.rename" and os.path.basename(str(args[1])) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(watch)
+
+
+def main() -> None:
+    from grpo_jax import cli
+
+    install(pytest.MonkeyPatch())
+    if "DIE_AT" in os.environ:
+        die_at(os.environ["DIE_AT"])
     sys.exit(cli.main())
 
 
