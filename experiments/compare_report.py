@@ -14,8 +14,18 @@ LEVEL = 0.8  # "learned": the held-out accuracy whose first evaluation is report
 GRPO = "grpo"
 COLUMNS = (
     "system", "seeds", "held-out before", "held-out after", f"steps to {LEVEL:.0%}", "tokens sampled", "s/step",
-    "memory MB", "of GRPO",
+    "MB of state + temporaries", "of GRPO's",
 )  # fmt: skip
+# The ladder from the policy gradient to GRPO, in the panels of the picture.
+LADDER: dict[str, tuple[str, ...]] = {
+    "From the policy gradient to GRPO": ("reinforce", "reinforce_discounted", "reinforce_baseline", "ppo", "grpo"),
+    "Where the KL is, and to what": (
+        "grpo", "grpo_without_kl", "grpo_kl_in_reward", "grpo_adaptive_beta", "grpo_iterative", "grpo_ema",
+    ),
+    "Other rewards, more epochs": (
+        "grpo", "process_grpo", "gdpo", "grpo_two_rewards", "grpo_2_epochs", "grpo_4_epochs",
+    ),
+}  # fmt: skip
 
 
 def steps_to(curve: Sequence[Mapping[str, float]], level: float = LEVEL) -> float:
@@ -41,11 +51,12 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict]:
                 "steps_to_level": reached if math.isfinite(reached) else None,
                 "sampled_tokens": float(np.mean([run["sampled_tokens"] for run in runs])),
                 "seconds_per_step": float(np.median([run["seconds_per_step"] for run in runs])),
-                "memory_bytes": runs[0]["memory_bytes"],
+                "memory": runs[0]["memory"],
             }
         )
-    base = next((row["memory_bytes"] for row in rows if row["system"] == GRPO), None)
-    rows = [row | {"memory_of_grpo": None if base is None else row["memory_bytes"] / base} for row in rows]
+    total = lambda row: sum(row["memory"].values())
+    base = next((total(row) for row in rows if row["system"] == GRPO), None)
+    rows = [row | {"memory_of_grpo": None if base is None else total(row) / base} for row in rows]
     return sorted(rows, key=lambda row: -row["after"]["mean"])
 
 
@@ -65,7 +76,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         "–" if reached is None else f"{reached:g}",
         f"{row['sampled_tokens']:,.0f}",
         f"{row['seconds_per_step']:.2f}",
-        f"{row['memory_bytes'] / 1e6:.0f}",
+        " + ".join(f"{row['memory'][part] / 1e6:.1f}" for part in ("arguments", "temporaries")),
         "–" if ratio is None else f"{ratio:.2f} ×",
     )
 
@@ -87,40 +98,29 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     return head + "".join(line(cells(row)) for row in rows) + f"\nSettings:\n\n{settings}"
 
 
-def write(
-    records: Sequence[Mapping[str, Any]],
-    folder: Path,
-    figure: Path,
-    panels: Mapping[str, Sequence[str]],
-    screen: report.Screen,
-) -> None:
+def write(records: Sequence[Mapping[str, Any]], folder: Path, figure: Path, screen: report.Screen) -> None:
     """summary.json and summary.md in the folder, the picture, and the table on the terminal."""
     rows = summarise(records)
     report.write_json(folder / "summary.json", {"systems": rows, "runs": records})
     (folder / "summary.md").write_text(markdown(rows))
     figure.parent.mkdir(parents=True, exist_ok=True)
-    draw(rows, records, figure, panels)
+    draw(rows, records, figure)
     screen.console.print(table(rows))
     screen.console.print(f"Table: {folder / 'summary.md'}\nPicture: {figure}", soft_wrap=True, highlight=False)
 
 
-def draw(
-    rows: Sequence[Mapping[str, Any]],
-    records: Sequence[Mapping[str, Any]],
-    path: Path,
-    panels: Mapping[str, Sequence[str]],
-) -> None:
+def draw(rows: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Left the final accuracies with their spread, sorted; right the curves of the ladder as means in bands."""
     from matplotlib.figure import Figure  # not pyplot: no global state, no window
 
     figure = Figure(figsize=(14, max(9.0, 2.0 + 0.24 * len(rows))), layout="constrained", facecolor="white")
-    places = [["points", title] for title in panels]
+    places = [["points", title] for title in LADDER]
     axes = figure.subplot_mosaic(places, width_ratios=(1, 1.1))
     _points(axes["points"], rows, records)
-    for title, names in panels.items():
+    for title, names in LADDER.items():
         _curves(axes[title], title, names, records)
-    axes[list(panels)[-1]].set_xlabel("step")
-    figure.savefig(path, dpi=100)
+    axes[list(LADDER)[-1]].set_xlabel("step")
+    figure.savefig(path, dpi=90)
 
 
 def _points(ax: Any, rows: Sequence[Mapping[str, Any]], records: Sequence[Mapping[str, Any]]) -> None:
@@ -136,7 +136,7 @@ def _points(ax: Any, rows: Sequence[Mapping[str, Any]], records: Sequence[Mappin
     ax.text(before, len(rows) - 0.4, " start", color="0.4", va="top")
     ax.set_yticks(list(heights.values()), list(heights))
     ax.set_ylim(-0.7, len(rows) - 0.3)
-    ax.set_xlabel("held-out accuracy after training, % (mean and standard deviation over seeds)")
+    ax.set_xlabel("held-out accuracy after training, %: mean ± deviation")
     _title(ax, "Every objective, the same budget", "x")
 
 

@@ -9,7 +9,8 @@ import pytest
 import toy
 
 from experiments import compare_objectives, compare_report
-from experiments.compare_objectives import LADDER, SYSTEMS, Options, format_reward, pairs, share, working_reward
+from experiments.compare_objectives import SYSTEMS, Options, format_reward, pairs, share, working_reward
+from experiments.compare_report import LADDER
 from grpo_jax import config, loop, report, run
 from grpo_jax.objectives import PRESETS, grpo, kl_in_reward, ppo
 from grpo_jax.rewards import number_reward
@@ -215,8 +216,9 @@ def test_the_whole_program_with_a_critic_and_process_rewards(small, tmp_path, ca
     for line in first + second:
         assert [point["step"] for point in line["curve"]] == [0, 1, 2]
         assert 2 * 2 * 4 <= line["sampled_tokens"] <= 2 * 2 * 4 * 6
-    memory = {line["system"]: line["memory_bytes"] for line in first + second}
-    assert memory["ppo"] > 1.3 * memory["process_grpo"] > 0
+    memory = {line["system"]: line["memory"] for line in first + second}
+    assert memory["ppo"]["arguments"] > 1.3 * memory["process_grpo"]["arguments"]
+    assert memory["ppo"]["temporaries"] > memory["process_grpo"]["temporaries"] > 0
     assert "| ppo | 2 |" in (folder / "summary.md").read_text()
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert "ppo" in capsys.readouterr().out
@@ -248,17 +250,18 @@ def test_processes_start_from_the_first_policy_that_was_kept(small, tmp_path, mo
     assert [path.name for path in tmp_path.iterdir()] == ["start-0.npz"]
 
 
-def made_up(system: str, seed: int, *accuracies: float, memory: int = 100) -> dict:
+def made_up(system: str, seed: int, *accuracies: float, memory: float = 1e6) -> dict:
     curve = [{"step": 5 * i, "held_out": accuracy} for i, accuracy in enumerate(accuracies)]
-    numbers = {"sampled_tokens": 1000 + seed, "seconds_per_step": 0.1 * (1 + seed), "memory_bytes": memory}
-    return {"system": system, "seed": seed, "settings": "", "curve": curve} | numbers
+    numbers = {"sampled_tokens": 1000 + seed, "seconds_per_step": 0.1 * (1 + seed)}
+    needs = {"arguments": memory, "temporaries": 3 * memory}
+    return {"system": system, "seed": seed, "settings": "", "curve": curve, "memory": needs} | numbers
 
 
 def test_a_row_is_the_mean_and_deviation_over_seeds():
     records = [
-        made_up("grpo", 0, 0.2, 0.8, 0.9, memory=50),
-        made_up("grpo", 1, 0.4, 0.7, 0.8, memory=50),
-        made_up("grpo", 2, 0.3, 0.5, 0.7, memory=50),
+        made_up("grpo", 0, 0.2, 0.8, 0.9, memory=5e5),
+        made_up("grpo", 1, 0.4, 0.7, 0.8, memory=5e5),
+        made_up("grpo", 2, 0.3, 0.5, 0.7, memory=5e5),
         made_up("ppo", 0, 0.2, 0.5, 0.95),
     ]
     best, other = compare_report.summarise(records)
@@ -271,6 +274,7 @@ def test_a_row_is_the_mean_and_deviation_over_seeds():
     assert other["sampled_tokens"] == 1001
     assert other["seconds_per_step"] == pytest.approx(0.2)
     assert compare_report.cells(other)[2:5] == ("30.0 ± 10.0 %", "80.0 ± 10.0 %", "10")
+    assert compare_report.cells(best)[7:] == ("1.0 + 3.0", "2.00 ×")
     never = compare_report.summarise([made_up("bnpo", 0, 0.2, 0.79)])[0]
     assert compare_report.cells(never)[4] == compare_report.cells(never)[8] == "–"
 
