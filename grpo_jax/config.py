@@ -27,13 +27,14 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
     True: {  # the tiny model
         "task_args": {"wording": "terse"},
         "objective_args": {"beta": 0.02},
-        "steps": 200,
+        "steps": 320,
         "prompts": 32,
         "group_size": 32,
         "max_new_tokens": 10,
-        "learning_rate": 1e-3,
+        "learning_rate": 1.2e-3,
+        "schedule": "cosine",
         "warm_up": 90,
-        "eval_every": 20,
+        "eval_every": 40,
         "eval_batch": 256,
         "length_buckets": 1,
         "microbatches": 1,
@@ -46,6 +47,7 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "group_size": 8,
         "max_new_tokens": 64,
         "learning_rate": 3e-6,
+        "schedule": "constant",
         "warm_up": 0,
         "eval_every": 20,
         "eval_batch": 64,
@@ -102,7 +104,7 @@ class TrainConfig:
     """Parts that each group is cut into; must divide --group-size."""
     learning_rate: float | None = None
     """Peak rate of AdamW."""
-    schedule: str = "constant"
+    schedule: str | None = None
     """Of the learning rate after its warm-up: constant, linear or cosine (down to 0 at the last update)."""
     lr_warmup: int = 5
     """Updates over which the learning rate grows to its peak."""
@@ -142,7 +144,7 @@ class TrainConfig:
         choose("task", self.task, TASKS)
         choose("objective", self.objective, PRESETS)
         choose("dtype", self.dtype, ("float32", "bfloat16", "float16"))
-        choose("schedule", self.schedule, SCHEDULES)
+        choose("schedule", self.schedule or "constant", SCHEDULES)
         choose("old-logp", self.old_logp, OLD_LOGP)
         choose("on-error", self.on_error, ON_ERROR)
         keyword_arguments(TASKS[self.task], self.task_args, "task-args")
