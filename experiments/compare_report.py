@@ -6,16 +6,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from grpo_jax import report
 
 LEVEL = 0.8  # "learned": the held-out accuracy whose first evaluation is reported
 GRPO = "grpo"
-COLUMNS = (
-    "system", "seeds", "held-out before", "held-out after", f"steps to {LEVEL:.0%}", "tokens sampled", "s/step",
-    "MB of state + temporaries", "of GRPO's",
-)  # fmt: skip
+COLUMNS = ("system", "before, %", "after, %", f"{LEVEL:.0%} at step", "tokens", "s/step", "memory, MB", "of GRPO's")
+LEGEND = (
+    "Held-out accuracy before and after, greedy, mean ± standard deviation over {seeds}; the first evaluated step with "
+    f"{LEVEL:.0%} (median); tokens sampled; the median time of a step; memory of the compiled update: state and batch "
+    "+ temporaries, and their sum as a share of GRPO's."
+)
 # The ladder from the policy gradient to GRPO, in the panels of the picture.
 LADDER: dict[str, tuple[str, ...]] = {
     "From the policy gradient to GRPO": ("reinforce", "reinforce_discounted", "reinforce_baseline", "ppo", "grpo"),
@@ -66,25 +69,31 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 
 def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A row of the table, in the order of `COLUMNS`."""
-    percent = lambda x: f"{100 * x['mean']:.1f} ± {100 * x['std']:.1f} %"
+    several = len(row["seeds"]) > 1
+    percent = lambda x: f"{100 * x['mean']:.1f}" + (f" ± {100 * x['std']:.1f}" if several else "")
     reached, ratio = row["steps_to_level"], row["memory_of_grpo"]
     return (
         row["system"],
-        str(len(row["seeds"])),
         percent(row["before"]),
         percent(row["after"]),
         "–" if reached is None else f"{reached:g}",
-        f"{row['sampled_tokens']:,.0f}",
+        f"{row['sampled_tokens'] / 1e3:,.0f}k",
         f"{row['seconds_per_step']:.2f}",
         " + ".join(f"{row['memory'][part] / 1e6:.1f}" for part in ("arguments", "temporaries")),
-        "–" if ratio is None else f"{ratio:.2f} ×",
+        "–" if ratio is None else f"{ratio:.2f}",
     )
 
 
+def legend(rows: Sequence[Mapping[str, Any]]) -> str:
+    counts = sorted({len(row["seeds"]) for row in rows})
+    seeds = " to ".join(map(str, {counts[0]: None, counts[-1]: None})) + (" seed" if counts[-1] == 1 else " seeds")
+    return LEGEND.format(seeds=seeds)
+
+
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    out = Table(title="Objectives on the pricing task, equal budgets")
+    out = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, caption=legend(rows), caption_justify="left")
     for index, column in enumerate(COLUMNS):
-        out.add_column(column, justify="right" if index else "left", no_wrap=not index)
+        out.add_column(column, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         out.add_row(*cells(row))
     return out
@@ -95,7 +104,7 @@ def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
     line = lambda texts: f"| {' | '.join(texts)} |\n"
     head = line(COLUMNS) + line(["---", *["---:"] * (len(COLUMNS) - 1)])
     settings = "".join(f"- `{row['system']}`: {row['settings']}\n" for row in rows)
-    return head + "".join(line(cells(row)) for row in rows) + f"\nSettings:\n\n{settings}"
+    return head + "".join(line(cells(row)) for row in rows) + f"\n{legend(rows)}\n\nSettings:\n\n{settings}"
 
 
 def write(records: Sequence[Mapping[str, Any]], folder: Path, figure: Path, screen: report.Screen) -> None:
@@ -105,7 +114,7 @@ def write(records: Sequence[Mapping[str, Any]], folder: Path, figure: Path, scre
     (folder / "summary.md").write_text(markdown(rows))
     figure.parent.mkdir(parents=True, exist_ok=True)
     draw(rows, records, figure)
-    screen.console.print(table(rows))
+    screen.console.print(table(rows), width=max(100, screen.console.width))  # a pipe says 80
     screen.console.print(f"Table: {folder / 'summary.md'}\nPicture: {figure}", soft_wrap=True, highlight=False)
 
 
