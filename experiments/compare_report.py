@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from grpo_jax import report
@@ -114,7 +115,9 @@ def write(records: Sequence[Mapping[str, Any]], folder: Path, figure: Path, scre
     (folder / "summary.md").write_text(markdown(rows))
     figure.parent.mkdir(parents=True, exist_ok=True)
     draw(rows, records, figure)
-    screen.console.print(table(rows), width=max(100, screen.console.width))  # a pipe says 80
+    if not screen.console.is_terminal:  # a pipe has the width of its lines, not 80
+        screen = report.Screen(Console(file=screen.console.file, width=110))
+    screen.console.print(table(rows))
     screen.console.print(f"Table: {folder / 'summary.md'}\nPicture: {figure}", soft_wrap=True, highlight=False)
 
 

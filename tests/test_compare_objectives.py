@@ -24,7 +24,7 @@ def small(monkeypatch):
     """The real program with a model and batches that compile quickly."""
     numbers = {"prompts": 2, "group_size": 4, "max_new_tokens": 6, "warm_up": 1, "eval_batch": 4}
     task = {"wording": "terse", "train_size": 64, "held_out_size": 4}
-    monkeypatch.setattr(run, "decoder", lambda config: MODEL)
+    monkeypatch.setattr(run, "decoder", lambda config, **options: MODEL)
     monkeypatch.setitem(config.BY_MODEL, True, config.BY_MODEL[True] | numbers | {"task_args": task})
 
 
