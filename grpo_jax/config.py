@@ -12,7 +12,9 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
 
 from grpo_jax.loop import ON_ERROR
 from grpo_jax.models import DecoderConfig
@@ -57,11 +59,19 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
 }
 
 
+def by_model(field: str, text: str) -> Any:
+    """The help of an option whose default depends on the model."""
+    tiny, pretrained = BY_MODEL[True][field], BY_MODEL[False][field]
+    return tyro.conf.arg(
+        help=f"{text} None: {tiny}" + ("." if tiny == pretrained else f"; {pretrained} if pretrained.")
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
     """Train a policy with GRPO: sample completions, score them, update, evaluate on held-out rows.
 
-    Options left at None take a value that suits the model; config.json in the run folder shows it.
+    Options left at None take a value that suits the model, shown below; config.json holds what was taken.
     """
 
     task: str = "pricing"
@@ -72,20 +82,20 @@ class TrainConfig:
     """"tiny": a small byte-level model, trained from scratch; or a Hugging Face folder or Hub id (Llama, Qwen 2)."""
     dtype: str = "float32"
     """Type of parameters and activations: float32, bfloat16 or float16."""
-    objective: str = "grpo"
-    """The loss, by the name of a preset."""
+    objective: Annotated[str, tyro.conf.arg(help=f"The loss: {', '.join(PRESETS)}.")] = "grpo"
     objective_args: tuple[str, ...] = ()
     """Options of the objective as NAME=VALUE, e.g. beta=0.02 high=0.28."""
-    steps: int | None = None
-    """Iterations: each samples, scores and updates."""
-    prompts: int | None = None
-    """Prompts in an iteration."""
-    group_size: int | None = None
-    """Completions sampled for each prompt (G)."""
-    max_new_tokens: int | None = None
-    """Length limit of a completion, in tokens."""
-    length_buckets: int | None = None
-    """Lengths that an update is compiled for: a batch is cut to the smallest equal part of --max-new-tokens it fits."""
+    steps: Annotated[int | None, by_model("steps", "Iterations: each samples, scores and updates.")] = None
+    prompts: Annotated[int | None, by_model("prompts", "Prompts in an iteration.")] = None
+    group_size: Annotated[int | None, by_model("group_size", "Completions sampled for each prompt (G).")] = None
+    max_new_tokens: Annotated[int | None, by_model("max_new_tokens", "Length limit of a completion, in tokens.")] = None
+    length_buckets: Annotated[
+        int | None,
+        by_model(
+            "length_buckets",
+            "Lengths an update is compiled for: a batch is cut to the smallest that fits.",
+        ),
+    ] = None
     temperature: float = 1.0
     """Divides the logits, in sampling and in training."""
     top_k: int | None = None
@@ -98,14 +108,22 @@ class TrainConfig:
     """Updates on each batch (μ)."""
     old_logp: str = "sampler"
     """π_old: the sampler's log-probabilities ("sampler"), or those of the first epoch ("first_epoch")."""
-    microbatches: int | None = None
-    """Parts that the prompts of an update are cut into, to save memory; must divide --prompts."""
+    microbatches: Annotated[
+        int | None,
+        by_model(
+            "microbatches", "Parts that the prompts of an update are cut into, to save memory; must divide --prompts."
+        ),
+    ] = None
     group_microbatches: int = 1
     """Parts that each group is cut into; must divide --group-size."""
-    learning_rate: float | None = None
-    """Peak rate of AdamW."""
-    schedule: str | None = None
-    """Of the learning rate after its warm-up: constant, linear or cosine (down to 0 at the last update)."""
+    learning_rate: Annotated[float | None, by_model("learning_rate", "Peak rate of AdamW.")] = None
+    schedule: Annotated[
+        str | None,
+        by_model(
+            "schedule",
+            "Of the learning rate after its warm-up: constant, linear or cosine (down to 0 at the last update).",
+        ),
+    ] = None
     lr_warmup: int = 5
     """Updates over which the learning rate grows to its peak."""
     weight_decay: float = 0.0
@@ -116,16 +134,21 @@ class TrainConfig:
     """Iterations after which the reference becomes the policy (iterative GRPO); None leaves it where it started."""
     ref_ema: float | None = None
     """Share of the old reference in a moving average with the policy, after each iteration, e.g. 0.99."""
-    warm_up: int | None = None
-    """Supervised updates on the task's own training rows before GRPO."""
+    warm_up: Annotated[
+        int | None, by_model("warm_up", "Supervised updates on the task's own training rows before GRPO.")
+    ] = None
     on_error: str = "raise"
     """A reward that raises: "raise" ends the run, "none" counts the completion as unscorable."""
-    eval_every: int | None = None
-    """Iterations between evaluations on held-out rows (greedy); also before the first and after the last."""
+    eval_every: Annotated[
+        int | None,
+        by_model(
+            "eval_every",
+            "Iterations between evaluations on held-out rows (greedy); also before the first and after the last.",
+        ),
+    ] = None
     eval_rows: int | None = None
     """Held-out rows to evaluate on; None takes all of them."""
-    eval_batch: int | None = None
-    """Rows evaluated at a time."""
+    eval_batch: Annotated[int | None, by_model("eval_batch", "Rows evaluated at a time.")] = None
     save_every: int = 20
     """Iterations between checkpoints; also after the last."""
     keep: int = 2
