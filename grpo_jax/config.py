@@ -28,7 +28,7 @@ TINY = "tiny"
 BY_MODEL: dict[bool, dict[str, Any]] = {
     True: {  # the tiny model
         "task_args": {"wording": "terse"},
-        "objective_args": {"beta": 0.02},
+        "objective_args": {"beta": 0.08},
         "steps": 320,
         "prompts": 32,
         "group_size": 32,
