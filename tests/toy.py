@@ -1,6 +1,6 @@
 """A toy task in which every completion earns something, toy models, and the command line on them.
 
-`python tests/toy.py train --task letters …` is `grpo-jax train …` with this task and a small model. With the
+`python tests/toy.py train --task letters …` is `grpo-jax train …` with this task and a bigram model. With the
 environment variable DIE_AT set to a number, the process kills itself in the middle of writing that checkpoint.
 """
 
@@ -10,8 +10,10 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpo_jax.models import DecoderConfig, LanguageModel
+from grpo_jax.models import LanguageModel
 from grpo_jax.tasks import Task
 
 if "torch" not in sys.modules:  # TensorBoard's writer would import it, for seconds and for nothing
@@ -52,26 +54,25 @@ def letters(*, train_size: int = 10, held_out_size: int = 7) -> Task:
 class BigramConfig(NamedTuple):
     vocab_size: int = V
     hidden_size: int = 8
+    max_position_embeddings: int = 40
     dtype: str = "float32"
 
 
-def bigram(stop_share: float = 0.3) -> LanguageModel:
+@cache
+def bigram(stop_share: float = 0.3, dtype: str = "float32") -> LanguageModel:
     """Logits of the last token and the prompt's mean: a language model that compiles in no time.
 
     `stop_share` is roughly the chance of the stop token at the start, so that completions differ in length.
     """
 
-    config = BigramConfig()
+    config = BigramConfig(dtype=dtype)
 
     def init(key):
         width = config.hidden_size
         embed, out = jax.random.split(key)
         bias = jnp.zeros(V).at[STOP].set(jnp.log(stop_share / (1 - stop_share) * V))
-        return {
-            "embed": jax.random.normal(embed, (V, width)),
-            "out": 0.5 * jax.random.normal(out, (width, V)),
-            "bias": bias,
-        }
+        embed, out = jax.random.normal(embed, (V, width)), 0.5 * jax.random.normal(out, (width, V))
+        return jax.tree.map(lambda x: x.astype(dtype), {"embed": embed, "out": out, "bias": bias})
 
     def hidden(params, tokens, context_D):
         return jnp.tanh(params["embed"][tokens] + context_D)
@@ -113,27 +114,12 @@ def compilations() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def small_config(vocab_size: int, dtype: str) -> DecoderConfig:
-    """In place of `config.tiny_config`."""
-    return DecoderConfig(
-        vocab_size=vocab_size,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        max_position_embeddings=40,
-        dtype=dtype,
-    )
-
-
 def install(patch: pytest.MonkeyPatch) -> None:
-    """Makes the command line know the task, and the small model the built-in one."""
+    """Makes the command line know the task, and builds the bigram model for the built-in one."""
     from grpo_jax import run, tasks
 
     patch.setitem(tasks.TASKS, "letters", letters)
-    patch.setattr(run, "tiny_config", small_config)
+    patch.setattr(run, "decoder", lambda config, **_: bigram(0.01, config.dtype))
 
 
 # fmt: off
@@ -141,10 +127,9 @@ OPTIONS = [
     "--task", "letters", "--steps", "7", "--prompts", "3", "--group-size", "4", "--max-new-tokens", "8",
     "--warm-up", "3", "--learning-rate", "0.05", "--lr-warmup", "2", "--schedule", "linear", "--seed", "4",
     "--objective-args", "beta=0.1", "--eval-rows", "5", "--eval-batch", "3", "--eval-every", "3",
-    "--save-every", "2", "--keep", "1", "--log-completions", "3",
+    "--save-every", "2", "--keep", "1", "--log-completions", "3", "--length-buckets", "2",
 ]
 # fmt: on
-FINISHED: list[Path] = []
 
 
 def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.Popen:
@@ -163,14 +148,24 @@ def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.Pope
 
 
 def finished_run(factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that was never interrupted, made once for all tests; its parent is for `launch`."""
-    if not FINISHED:
-        folder = factory.mktemp("runs")
-        process = launch(folder, "train", *OPTIONS, "--out", "whole")
-        output, _ = process.communicate()
-        assert process.returncode == 0, output
-        FINISHED.append(folder / "whole")
-    return FINISHED[0]
+    """The folder of a run that was never interrupted; its parent is for `launch`.
+
+    It is made once for all tests, by the first worker that asks; to be read only.
+    """
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "runs"
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        waiting = time.monotonic()
+        while not (folder / "output").exists():
+            assert time.monotonic() - waiting < 600, "the worker that makes the run has not finished it"
+            time.sleep(0.1)
+    else:
+        output, _ = launch(folder, "train", *OPTIONS, "--out", "whole").communicate()
+        (folder / "output").write_text(output)
+    assert (folder / "whole" / "summary.json").exists(), (folder / "output").read_text()
+    return folder / "whole"
 
 
 def die_at(number: str) -> None:
