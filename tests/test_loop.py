@@ -112,7 +112,7 @@ def test_rows_are_a_function_of_iteration_and_seed():
 def test_metrics_are_complete(whole):
     results = whole[0]
     rollout = {"reward", "reward_std", "no_signal", "unscorable", "length", "truncated", "tokens"}
-    update = {"loss", "grad_norm", "ratio", "clip_fraction", "kl", "sampler_gap", "learning_rate"}
+    update = {"loss", "grad_norm", "ratio", "clip_fraction", "zero_advantage", "kl", "sampler_gap", "learning_rate"}
     seconds = {"seconds/sample", "seconds/score", "seconds/update"}
     for number, (_, metrics) in enumerate(results, 1):
         assert metrics["iteration"] == number
@@ -135,6 +135,8 @@ def test_completions_are_rows_with_their_rewards(whole):
         known = [c["reward"] for c in completions if c["reward"] is not None]
         assert metrics["reward"] == pytest.approx(np.mean(known))
         assert metrics["unscorable"] == pytest.approx(1 - len(known) / (P * G))
+        groups = [{c["reward"] for c in completions[i : i + G]} - {None} for i in range(0, P * G, G)]
+        assert metrics["no_signal"] == pytest.approx(np.mean([len(group) < 2 for group in groups]))
         assert int(saved.state.step) == metrics["iteration"]
 
 

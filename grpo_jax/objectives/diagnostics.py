@@ -121,7 +121,7 @@ def _diagnose(objective: Objective, logp_T: Array, sample: Sample) -> dict[str, 
         "clip_fraction": silent_T,
         "clip_low": silent_T & (log_ratio_T < 0),
         "clip_high": silent_T & (log_ratio_T > 0),
-        "no_signal": adv_T == 0,
+        "zero_advantage": adv_T == 0,
     }
     if sample.ref_logp_T is not None:
         values["kl"] = k3(logp_T, sample.ref_logp_T)
@@ -137,7 +137,7 @@ def diagnostics(objective: Objective, logp_PGT: Array, samples_PG: Sample) -> di
     """Means over the trained tokens, which add up over micro-batches as the loss does.
 
     `ratio` (π/π_old as the objective takes it); `clip_fraction`, the tokens whose surrogate has no gradient although
-    their advantage is not 0, with `clip_low` (r < 1) and `clip_high` (r > 1) of it; `no_signal`, the tokens of
+    their advantage is not 0, with `clip_low` (r < 1) and `clip_high` (r > 1) of it; `zero_advantage`, the tokens of
     advantage 0; and where the sample has what they need: `kl` (k3 against the reference, nats), `entropy` (nats),
     `sampler_gap` (|log π_old − log π_sampler|).
     """

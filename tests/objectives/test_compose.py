@@ -268,12 +268,12 @@ def test_diagnostics_count_what_is_clipped():
     samples = Sample(mask, old, ref_logp_T=old, sampler_logp_T=old - 0.1, adv=jnp.array([[1.0, -1.0]]), entropy_T=-old)
     shown = {name: float(x.value()) for name, x in diagnostics(objective, old + log_ratio, samples).items()}
     # A > 0 is clipped at 1.5 alone; A < 0 at .5 and .7.
-    expected = {"clip_fraction": 3 / 8, "clip_low": 2 / 8, "clip_high": 1 / 8, "no_signal": 0.0, "entropy": 1.0}
+    expected = {"clip_fraction": 3 / 8, "clip_low": 2 / 8, "clip_high": 1 / 8, "zero_advantage": 0.0, "entropy": 1.0}
     expected |= {"sampler_gap": 0.1, "ratio": float(jnp.mean(jnp.exp(log_ratio)))}
     expected["kl"] = float(jnp.mean(k3(log_ratio, 0.0)))
     assert shown == pytest.approx(expected, abs=1e-6)
     silent = diagnostics(objective, old + log_ratio, samples._replace(adv=jnp.zeros((1, 2))))
-    assert silent["no_signal"].value() == 1
+    assert silent["zero_advantage"].value() == 1
     assert silent["clip_fraction"].value() == 0
     dropped = diagnostics(masked_is(objective, low=2.0, high=3.0), old + log_ratio, samples)
     assert dropped["clip_fraction"].value() == 1
