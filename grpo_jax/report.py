@@ -176,7 +176,7 @@ def _draw(ax: Any, rows: Sequence[Mapping[str, Any]], key: str, name: str, color
     steps, values = np.array(points, float).T
     if len(points) == 1:
         ax.set_xlim(steps[0] - 1, steps[0] + 1)
-    if len(points) < len(rows) or len(points) < 20:
+    if len(points) < max(20, len(rows) // 2):
         ax.plot(steps, values, "o-", color=color, label=name, markersize=4, linewidth=1.8)
         return True
     ax.plot(steps, values, color=color, alpha=0.25, linewidth=1)
