@@ -26,7 +26,7 @@ class Study:
     """The run folder."""
     steps: int = 60
     """GRPO iterations."""
-    prompts: int = 4
+    prompts: int = 2
     """Prompts in an iteration."""
     group_size: int = 8
     """Completions of each prompt."""
@@ -38,7 +38,7 @@ class Study:
     """Of AdamW."""
     level: int = 1
     """Of the pricing task."""
-    rows: int = 256
+    rows: int = 160
     """Held-out rows to compare on."""
     seed: int = 0
     resume: bool = False
