@@ -264,7 +264,8 @@ def test_options_reach_the_iterations(captured):
     assert options["sampling"]._asdict() == sampling
     assert (args[2].name, len(args[2].train)) == ("letters", 13)
     assert options["prompt_length"] == 16
-    assert options["saved"] is not None
+    root, _ = jax.random.split(jax.random.key(11))
+    np.testing.assert_array_equal(jax.random.key_data(options["saved"].key), jax.random.key_data(root))
 
 
 def test_options_reach_the_optimiser(captured):
