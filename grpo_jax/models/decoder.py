@@ -112,6 +112,15 @@ def rotate(x_THd: Array, angle_Tf: Array) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_THd.dtype)
 
 
+def einsum32(spec: str, x: Array, y: Array) -> Array:
+    """`einsum` of any dtype, summed in float32. XLA's CPU back end lacks some bfloat16 products: there, of float32."""
+    product = partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
+    if x.dtype == y.dtype == jnp.float32:
+        return product(x, y)
+    upcast = lambda x, y: product(x.astype(jnp.float32), y.astype(jnp.float32))
+    return jax.lax.platform_dependent(x, y, cpu=upcast, default=product)
+
+
 def attend(q_TKhd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
     """Softmax attention over the union of several sets of keys, merged by their log-sum-exp.
 
@@ -121,7 +130,7 @@ def attend(q_TKhd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
     scale = q_TKhd.shape[-1] ** -0.5
     scores = []
     for k_KSd, _, mask_TS in parts:
-        score = jnp.einsum("tkhd,ksd->khts", q_TKhd, k_KSd, preferred_element_type=jnp.float32) * scale
+        score = einsum32("tkhd,ksd->khts", q_TKhd, k_KSd) * scale
         scores.append(jnp.where(mask_TS, score, MASKED))
     top = scores[0].max(-1, keepdims=True)
     for score in scores[1:]:
@@ -131,7 +140,7 @@ def attend(q_TKhd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
     for score, (_, v_KSd, _) in zip(scores, parts, strict=True):
         weight = jnp.exp(score - top)
         total = total + weight.sum(-1)
-        out = out + jnp.einsum("khts,ksd->tkhd", weight.astype(v_KSd.dtype), v_KSd, preferred_element_type=jnp.float32)
+        out = out + einsum32("khts,ksd->tkhd", weight.astype(v_KSd.dtype), v_KSd)
     return (out / jnp.moveaxis(total, -1, 0)[..., None]).astype(q_TKhd.dtype)
 
 
@@ -245,7 +254,7 @@ def decoder(config: DecoderConfig, *, remat: bool = True, scan: bool = True) -> 
 
     def logits(params: Params, hidden_D: Array) -> Array:
         head_DV = params["embed"].T if config.tie_word_embeddings else params["head"]
-        return jnp.matmul(hidden_D, head_DV, preferred_element_type=jnp.float32)
+        return einsum32("...d,dv->...v", hidden_D, head_DV)
 
     def for_decoding(params: Params) -> Params:
         layers = dict(params["layers"])
@@ -282,6 +291,6 @@ def decoder(config: DecoderConfig, *, remat: bool = True, scan: bool = True) -> 
         return final_norm(weights, x)[0], grown
 
     def decode_logits(weights: Params, hidden_D: Array) -> Array:
-        return jnp.matmul(hidden_D, weights["head"], preferred_element_type=jnp.float32)
+        return einsum32("...d,dv->...v", hidden_D, weights["head"])
 
     return LanguageModel(config, init, prefill, extend, logits, for_decoding, empty, decode, decode_logits)
