@@ -281,8 +281,8 @@ def _check_rows(task: Task) -> None:
 def _check_gap(metrics: dict, config) -> None:
     """In the first epoch on a batch sampler and trainer have the same parameters: they must agree."""
     dtype = str(getattr(config, "dtype", "float32"))
-    gap, limit = metrics["sampler_gap"], GAP[dtype]
-    if gap > limit:
+    gap, limit = metrics["sampler_gap"], GAP.get(dtype, GAP["float32"])
+    if not gap <= limit:  # NaN is no agreement either
         raise SamplerMismatchError(
             f"the trainer's log-probabilities differ from the sampler's by {gap:.2g} a token on average (limit "
             f"{limit:g} for {dtype}): temperature, filters, positions or weights are not the same"
