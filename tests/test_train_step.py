@@ -221,7 +221,7 @@ def test_epochs_update_with_the_old_policy_fixed(tiny_model, tiny_params, batch)
     start = data._replace(samples=data.samples._replace(old_logp_T=jax.jit(score)(tiny_params)))
     after, _ = one(init_state(tiny_params, SGD), start)
     ratio = one(after, start)[1]["ratio"]
-    np.testing.assert_allclose(own_metrics["ratio"], (1.0 + ratio) / 2, atol=1e-5)
+    np.testing.assert_allclose(own_metrics["ratio"], (1.0 + ratio) / 2, rtol=1e-5)
 
 
 def test_bfloat16_weights_sum_gradients_in_float32(prompts, optimized):
