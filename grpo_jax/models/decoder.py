@@ -20,13 +20,13 @@ import chex
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
+from grpo_jax.models.attention import attend, einsum32, take_rows
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.types import Array, Params
 
 MATRIX = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-MASKED = -1e30  # a finite score: a row without any key gives a finite, unused output instead of NaN
-
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -112,38 +112,6 @@ def rotate(x_THd: Array, angle_Tf: Array) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_THd.dtype)
 
 
-def einsum32(spec: str, x: Array, y: Array) -> Array:
-    """`einsum` of any dtype, summed in float32. XLA's CPU back end lacks some bfloat16 products: there, of float32."""
-    product = partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
-    if x.dtype == y.dtype == jnp.float32:
-        return product(x, y)
-    upcast = lambda x, y: product(x.astype(jnp.float32), y.astype(jnp.float32))
-    return jax.lax.platform_dependent(x, y, cpu=upcast, default=product)
-
-
-def attend(q_TKhd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
-    """Softmax attention over the union of several sets of keys, merged by their log-sum-exp.
-
-    `parts` holds (k_KSd, v_KSd, mask broadcastable to [T, S]) each; h = H/K query heads share one key head. With scores
-    s_j of part j and m their common maximum: out = Σ_j exp(s_j − m) v_j / Σ_j Σ exp(s_j − m). Returns [T, K, h, d].
-    """
-    scale = q_TKhd.shape[-1] ** -0.5
-    scores = []
-    for k_KSd, _, mask_TS in parts:
-        score = einsum32("tkhd,ksd->khts", q_TKhd, k_KSd) * scale
-        scores.append(jnp.where(mask_TS, score, MASKED))
-    top = scores[0].max(-1, keepdims=True)
-    for score in scores[1:]:
-        top = jnp.maximum(top, score.max(-1, keepdims=True))
-    top = jax.lax.stop_gradient(top)
-    out, total = 0.0, 0.0
-    for score, (_, v_KSd, _) in zip(scores, parts, strict=True):
-        weight = jnp.exp(score - top)
-        total = total + weight.sum(-1)
-        out = out + einsum32("khts,ksd->tkhd", weight.astype(v_KSd.dtype), v_KSd)
-    return (out / jnp.moveaxis(total, -1, 0)[..., None]).astype(q_TKhd.dtype)
-
-
 class Block(nn.Module):
     """One pre-norm layer. `attention(q_TKhd, k_KTd, v_KTd) -> (out_TKhd, kept)` decides what the queries see.
 
@@ -175,7 +143,9 @@ class Block(nn.Module):
         q, k, v = linear(h, [("q", H * d), ("k", K * d), ("v", K * d)], c.attention_bias)
         q = rotate(q.reshape(-1, H, d), angle_Tf).reshape(-1, K, H // K, d)
         k = rotate(k.reshape(-1, K, d), angle_Tf).swapaxes(0, 1)
-        out, kept = attention(q, k, v.reshape(-1, K, d).swapaxes(0, 1))
+        q, k, v = (checkpoint_name(y, "attention") for y in (q, k, v.reshape(-1, K, d).swapaxes(0, 1)))
+        out, kept = attention(q, k, v)
+        out = checkpoint_name(out, "attention")
         x_TD = x_TD + out.reshape(-1, H * d) @ self.param("o", MATRIX, (H * d, D), c.dtype)
 
         h = rms_norm(x_TD, self.param("post_norm", nn.initializers.ones, (D,), c.dtype), c.rms_norm_eps)
@@ -185,18 +155,48 @@ class Block(nn.Module):
 
 FUSED = (("q", "k", "v"), ("gate", "up"))
 
+# What a layer keeps for its backward pass besides its input; the rest is computed again.
+REMAT = {
+    "layer": jax.checkpoint_policies.nothing_saveable,
+    "attention": jax.checkpoint_policies.save_only_these_names("attention"),
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "none": None,
+}
+
+
+AXES = (
+    ("embed", "vocab embed"),
+    ("head", "embed vocab"),
+    ("norm", "norm"),
+    ("layers/input_norm", "layers norm"),
+    ("layers/post_norm", "layers norm"),
+    ("layers/q", "layers embed heads"),
+    ("layers/k", "layers embed kv"),
+    ("layers/v", "layers embed kv"),
+    ("layers/o", "layers heads embed"),
+    ("layers/gate", "layers embed mlp"),
+    ("layers/up", "layers embed mlp"),
+    ("layers/down", "layers mlp embed"),
+    ("layers/q_bias", "layers heads"),
+    ("layers/k_bias", "layers kv"),
+    ("layers/v_bias", "layers kv"),
+)
+
 
 @lru_cache(
     maxsize=64
 )  # equal configurations give one model, hence one compilation of what takes it as a static argument
-def decoder(config: DecoderConfig, *, remat: bool = True, scan: bool = True) -> LanguageModel:
+def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -> LanguageModel:
     """The functions of a decoder (see `LanguageModel`).
 
     Parameters: `{"embed": [V, D], "layers": {name: [L, ...]}, "norm": [D], "head": [D, V] unless tied}`, matrices
-    stored (in, out). `remat` keeps only each layer's input for the backward pass and computes the rest again: about a
-    third more arithmetic, and memory that does not grow with the layers' inner sizes. `scan=False` unrolls the layers
+    stored (in, out). `remat` says what a layer keeps for the backward pass: "layer" its input alone (least memory, about
+    a fifth more arithmetic), "attention" also queries, keys, values and what they attend to, "dots" every product with
+    a weight, "none" everything. `scan=False` unrolls the layers
     (longer compilation; XLA's cost analysis, which counts a loop's body once, then counts every layer).
     """
+    if remat not in REMAT:
+        raise ValueError(f"remat must be one of {tuple(REMAT)}, got {remat!r}")
     frequencies = partial(rope_frequencies, config)
     block, fused_block = Block(config), Block(config, fused=True)
 
@@ -216,7 +216,7 @@ def decoder(config: DecoderConfig, *, remat: bool = True, scan: bool = True) -> 
 
     def run_layers(layers: Params, x_TD: Array, body: Callable, extra: Any) -> tuple[Array, Any]:
         """`body(x, layer, extra_of_layer) -> (x, kept)` over the stacked layers."""
-        body = jax.checkpoint(body) if remat else body
+        body = body if remat == "none" else jax.checkpoint(body, policy=REMAT[remat])
         step = lambda x, inputs: body(x, *inputs)
         return jax.lax.scan(step, x_TD, (layers, extra), unroll=1 if scan else config.num_hidden_layers)
 
@@ -250,6 +250,28 @@ def decoder(config: DecoderConfig, *, remat: bool = True, scan: bool = True) -> 
             return block.apply({"params": layer}, x, angle, attention)
 
         x, _ = run_layers(params["layers"], embed(params, tokens_T), body, (cache.k_LKSd, cache.v_LKSd))
+        return final_norm(params, x)
+
+    def extend_packed(params: Params, cache: PromptCache, tokens_GT: Array, place_N: Array) -> Array:
+        chex.assert_rank([tokens_GT, place_N], [2, 1])
+        (G, T), N = tokens_GT.shape, place_N.shape[0]
+        slot_M = jnp.full(G * T, N).at[place_N].set(jnp.arange(N), mode="drop")
+        tokens_N = tokens_GT.reshape(-1).at[place_N].get(mode="fill", fill_value=0)
+        angle = (cache.mask_S.sum() + place_N % T)[:, None] * frequencies()
+        causal_TT = jnp.tril(jnp.ones((T, T), bool))
+
+        def body(x, layer, prompt_kv):
+            # Products with weights see the packed rows; attention, which needs few of them, the padded [G, T].
+            def attention(q, k, v):
+                padded = lambda y: take_rows(y, slot_M, place_N).reshape(G, T, *y.shape[1:])
+                q, k, v = padded(q), padded(k.swapaxes(0, 1)).swapaxes(1, 2), padded(v.swapaxes(0, 1)).swapaxes(1, 2)
+                one = lambda q, k, v: attend(q, [(*prompt_kv, cache.mask_S), (k, v, causal_TT)])
+                out = jax.vmap(one)(q, k, v)
+                return take_rows(out.reshape(G * T, *out.shape[2:]), place_N, slot_M), None
+
+            return block.apply({"params": layer}, x, angle, attention)
+
+        x, _ = run_layers(params["layers"], embed(params, tokens_N), body, (cache.k_LKSd, cache.v_LKSd))
         return final_norm(params, x)
 
     def logits(params: Params, hidden_D: Array) -> Array:
@@ -293,4 +315,6 @@ def decoder(config: DecoderConfig, *, remat: bool = True, scan: bool = True) -> 
     def decode_logits(weights: Params, hidden_D: Array) -> Array:
         return einsum32("...d,dv->...v", hidden_D, weights["head"])
 
-    return LanguageModel(config, init, prefill, extend, logits, for_decoding, empty, decode, decode_logits)
+    return LanguageModel(
+        config, init, prefill, extend, logits, for_decoding, empty, decode, decode_logits, AXES, extend_packed
+    )

@@ -21,8 +21,12 @@ class LanguageModel(NamedTuple):
     decode_logits(weights, hidden_D)            -> logits_V
     ```
 
+    A model may have `extend_packed(params, cache, tokens_GT, place_N) -> hidden_ND`, which computes only the tokens at
+    the places g·T + t of a group; without it `extend` computes all of them and the rest is thrown away.
+
     `cache` holds a prompt's keys and values and is shared by its group: map `extend` and `decode` over completions
-    with `in_axes=None` for it. `config` describes the architecture (`vocab_size` at least).
+    with `in_axes=None` for it. `config` describes the architecture (`vocab_size` at least). `axes` says what the
+    parameters' axes are, as pairs of a path and names, e.g. `("layers/q", "layers embed heads")`; None: unknown.
     """
 
     config: Any
@@ -34,3 +38,5 @@ class LanguageModel(NamedTuple):
     empty: Callable
     decode: Callable
     decode_logits: Callable
+    axes: tuple[tuple[str, str], ...] | None = None
+    extend_packed: Callable | None = None

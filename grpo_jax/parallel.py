@@ -1,0 +1,145 @@
+"""Meshes and sharding rules: where each array of a run lives. The only file that names a mesh axis.
+
+A model names the axes of its parameters ("layers embed heads"); one table maps those names to axes of the mesh. The
+same rule gives the sharding of a parameter, of its optimiser moments and of a reference copy, because it looks at the
+end of an array's path in its tree and at its shape, and at nothing else.
+
+Left out on purpose: sharding constraints inside models (sharding is stated where a program begins and ends; XLA carries
+it through), pipelines, and sequence parallelism.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from grpo_jax.types import Params, TrainState
+
+AXES = ("data", "fsdp", "tensor")
+
+# Logical axis -> axis of the mesh. Prompts are spread over data and fsdp; parameters over fsdp and tensor.
+RULES: dict[str, str | tuple[str, ...] | None] = {
+    "batch": ("data", "fsdp"),
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv": "tensor",
+    "mlp": "tensor",
+    "embed": "fsdp",
+    "layers": None,
+    "norm": None,
+}
+SMALL = 1024  # entries up to which an array without named axes is replicated: splitting it would save nothing
+
+
+def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence | None = None) -> Mesh:
+    """A mesh with the axes data, fsdp and tensor over `devices` (by default the first of all that are needed).
+
+    With several processes the mesh must hold every device. Raises ValueError where the numbers do not fit.
+    """
+    sizes = (data, fsdp, tensor)
+    for name, size in zip(AXES, sizes, strict=True):
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"mesh axis {name} must be a positive integer, got {size!r}")
+    needed, shown = math.prod(sizes), " × ".join(f"{name} {size}" for name, size in zip(AXES, sizes, strict=True))
+    known = list(jax.devices() if devices is None else devices)
+    if needed > len(known):
+        raise ValueError(f"a mesh of {shown} needs {needed} devices, there are {len(known)}")
+    if needed < len(known) and (devices is not None or jax.process_count() > 1):
+        raise ValueError(f"a mesh of {shown} uses {needed} of {len(known)} devices; it must use all of them")
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=known[:needed])
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def prompt_parts(mesh: Mesh) -> int:
+    """The number of parts that the prompts of a batch are spread over."""
+    return math.prod(mesh.shape[axis] for axis in RULES["batch"])
+
+
+def array_sharding(mesh: Mesh, shape: tuple[int, ...], names: str | None = None) -> NamedSharding:
+    """The sharding of one array: by the names of its axes, or by the fallback rule where they are unknown.
+
+    `names` holds one logical name an axis ("layers embed heads"). An axis whose size the mesh does not divide stays
+    whole, and no mesh axis is used twice. Without names the largest axis that fsdp divides is spread over fsdp (the
+    first of equals); arrays of at most `SMALL` entries are replicated.
+    """
+    spec: list = [None] * len(shape)
+    if names is None:
+        size = mesh.shape["fsdp"]
+        axes = [axis for axis, length in enumerate(shape) if length % size == 0]
+        if axes and math.prod(shape) > SMALL:
+            spec[max(axes, key=lambda axis: (shape[axis], -axis))] = "fsdp"
+        return NamedSharding(mesh, PartitionSpec(*spec))
+    logical = names.split()
+    if len(logical) != len(shape):
+        raise ValueError(f"axes {names!r} name {len(logical)} axes, the array has shape {shape}")
+    if unknown := [name for name in logical if name not in RULES]:
+        raise ValueError(f"axes {names!r}: {', '.join(unknown)} not in the table of rules ({', '.join(RULES)})")
+    for axis, (name, length) in enumerate(zip(logical, shape, strict=True)):
+        rule = RULES[name]
+        wanted = (rule,) if isinstance(rule, str) else rule or ()
+        used = {one for entry in spec if entry for one in (entry if isinstance(entry, tuple) else (entry,))}
+        if wanted and not used & set(wanted) and length % math.prod(mesh.shape[one] for one in wanted) == 0:
+            spec[axis] = rule
+    return NamedSharding(mesh, PartitionSpec(*spec))
+
+
+def param_shardings(mesh: Mesh, model_or_axes: Any, params: Params) -> Any:
+    """The sharding of every array of a tree: parameters, or anything that holds arrays of their names and shapes.
+
+    `model_or_axes` is a `LanguageModel`, or its `axes`: pairs of a path ("layers/q") and the names of the axes there
+    ("layers embed heads"); None where they are unknown. An array takes the names of the path that its own ends with,
+    if the number of axes agrees, so optimiser moments and a critic's copy of the policy follow the policy; any other
+    array takes the fallback rule. Arrays may be `jax.ShapeDtypeStruct`s.
+    """
+    axes = model_or_axes.axes if hasattr(model_or_axes, "axes") else model_or_axes
+    named = {tuple(path.split("/")): names for path, names in axes or ()}
+
+    def one(path: tuple, x: Any) -> NamedSharding:
+        keys, shape = _keys(path), np.shape(x)
+        ends = (named.get(keys[start:]) for start in range(len(keys)))
+        names = next((n for n in ends if n is not None and len(n.split()) == len(shape)), None)
+        return array_sharding(mesh, shape, names)
+
+    return jax.tree_util.tree_map_with_path(one, params)
+
+
+def _keys(path: tuple) -> tuple[str, ...]:
+    return tuple(str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path)
+
+
+def state_shardings(
+    mesh: Mesh, model_or_axes: Any, optimizer: optax.GradientTransformation, params: Params
+) -> TrainState:
+    """The sharding of a whole train state; an optimiser's moments lie where their parameters do."""
+    shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params)
+    step = jax.ShapeDtypeStruct((), np.int32)
+    return param_shardings(mesh, model_or_axes, TrainState(step, shapes, jax.eval_shape(optimizer.init, shapes)))
+
+
+def batch_shardings(mesh: Mesh, batch: Any) -> Any:
+    """Prompts, the first axis of every array, over data and fsdp; scalars on every device.
+
+    Raises ValueError where the prompts do not divide.
+    """
+    parts = prompt_parts(mesh)
+
+    def one(x: Any) -> NamedSharding:
+        shape = np.shape(x)
+        if not shape:
+            return replicated(mesh)
+        if shape[0] % parts:
+            raise ValueError(
+                f"{shape[0]} prompts cannot be spread evenly over data {mesh.shape['data']} × fsdp "
+                f"{mesh.shape['fsdp']} = {parts} devices: the number of prompts must be a multiple of {parts}"
+            )
+        return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+
+    return jax.tree.map(one, batch)
