@@ -58,6 +58,7 @@ def generate(
     params: Params,
     prompts: Prompts,
     key: Array,
+    first_prompt: Array | int = 0,
     *,
     group_size: int,
     max_new_tokens: int,
@@ -67,7 +68,6 @@ def generate(
     min_p: float | None = None,
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
-    first_prompt: Array | int = 0,
 ) -> Rollout:
     """`group_size` completions of each prompt, at most `max_new_tokens` long.
 
