@@ -88,16 +88,23 @@ def entropy(logits_V: Array) -> Array:
     return jax.nn.logsumexp(logits_V, axis=-1) - jnp.sum(p_V * jnp.where(p_V > 0, logits_V, 0.0), axis=-1)
 
 
-def completion_hidden(model: LanguageModel, params: Params, prompts: Prompts, tokens_PGT: Array) -> Array:
+def completion_hidden(
+    model: LanguageModel, params: Params, prompts: Prompts, tokens_PGT: Array, places_PN: Array | None = None
+) -> Array:
     """The hidden state that predicts each completion token, `[P, G, T, D]`: the prompt's last, then all but the last.
 
-    Each prompt is encoded once. Completions attend to its cache, so the cost is S + G·T tokens a prompt.
+    Each prompt is encoded once. Completions attend to its cache, so the cost is S + G·T tokens a prompt, or S + N with
+    `places_PN` (see `types.Rollout`): then only those tokens are computed and the result is `[P, N, D]`.
     """
     chex.assert_rank([prompts.tokens_PS, prompts.mask_PS, tokens_PGT], [2, 2, 3])
     chex.assert_equal_shape_prefix([prompts.tokens_PS, tokens_PGT], 1)
 
-    def one_prompt(tokens_S, mask_S, tokens_GT):
+    def one_prompt(tokens_S, mask_S, tokens_GT, place_N):
         hidden_SD, cache = model.prefill(params, tokens_S, mask_S)
+        if place_N is not None:
+            hidden_ND = _extend_packed(model, params, cache, tokens_GT, place_N)
+            first_N = place_N % tokens_GT.shape[1] == 0
+            return jnp.where(first_N[:, None], hidden_SD[-1], jnp.roll(hidden_ND, 1, axis=0))
 
         def one_completion(tokens_T):
             hidden_TD = model.extend(params, cache, tokens_T)
@@ -105,17 +112,31 @@ def completion_hidden(model: LanguageModel, params: Params, prompts: Prompts, to
 
         return jax.vmap(one_completion)(tokens_GT)
 
-    return jax.vmap(one_prompt)(prompts.tokens_PS, prompts.mask_PS, tokens_PGT)
+    return jax.vmap(one_prompt)(prompts.tokens_PS, prompts.mask_PS, tokens_PGT, places_PN)
+
+
+def _extend_packed(model: LanguageModel, params: Params, cache, tokens_GT: Array, place_N: Array) -> Array:
+    """By the model's own function if it has one; else all tokens are computed and those at the places taken."""
+    if model.extend_packed is not None:
+        return model.extend_packed(params, cache, tokens_GT, place_N)
+    hidden_GTD = jax.vmap(lambda tokens_T: model.extend(params, cache, tokens_T))(tokens_GT)
+    return hidden_GTD.reshape(-1, hidden_GTD.shape[-1]).at[place_N].get(mode="fill", fill_value=0)
 
 
 def over_chunks(function: Callable, chunk: int, *arrays: Array) -> Array:
-    """`function` over chunks of the arrays' first axis, one after another; recomputed, not stored, for the gradient."""
-    rows = arrays[0].shape[0]
-    count = -(-rows // chunk)
-    padded = [jnp.pad(a, [(0, count * chunk - rows)] + [(0, 0)] * (a.ndim - 1)) for a in arrays]
-    chunked = [a.reshape(count, chunk, *a.shape[1:]) for a in padded]
-    outs = jax.lax.map(jax.checkpoint(lambda inputs: function(*inputs)), tuple(chunked))
-    return jax.tree.map(lambda a: a.reshape(count * chunk, *a.shape[2:])[:rows], outs)
+    """`function` over chunks of the arrays' second axis, one after another; recomputed, not stored, for the gradient.
+
+    Every chunk holds `chunk` entries of every row of the first axis, so that rows may lie on different devices.
+    """
+    P, N = arrays[0].shape[:2]
+    count = -(-N // chunk)
+
+    def cut(a):
+        a = jnp.pad(a, [(0, 0), (0, count * chunk - N)] + [(0, 0)] * (a.ndim - 2))
+        return jnp.moveaxis(a.reshape(P, count, chunk, *a.shape[2:]), 1, 0)
+
+    outs = jax.lax.map(jax.checkpoint(lambda inputs: function(*inputs)), tuple(map(cut, arrays)))
+    return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(P, count * chunk, *a.shape[3:])[:, :N], outs)
 
 
 def completion_scores(
@@ -125,22 +146,37 @@ def completion_scores(
     tokens_PGT: Array,
     mask_PGT: Array,
     *,
+    places_PN: Array | None = None,
     sampling: Sampling = Sampling(),
     with_entropy: bool = False,
     chunk: int = CHUNK,
 ) -> tuple[Array, Array | None]:
     """Log-probabilities and, if asked for, entropies of the distribution before each token; both `[P, G, T]`, 0 outside
-    the mask. `chunk` bounds the memory of the vocabulary projection: chunk · V floats."""
+    the mask.
+
+    `chunk` bounds the memory of the vocabulary projection: chunk · V floats, or P · V for more prompts than that.
+    With `places_PN` (see `types.Rollout`) no other tokens are computed; they must hold every place of the mask.
+    """
     chex.assert_equal_shape([tokens_PGT, mask_PGT])
-    hidden = completion_hidden(model, params, prompts, tokens_PGT)
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    hidden = completion_hidden(model, params, prompts, tokens_PGT, places_PN)
+    P = hidden.shape[0]
+    hidden_PND, token_PN = hidden.reshape(P, -1, hidden.shape[-1]), tokens_PGT.reshape(P, -1)
+    if places_PN is not None:
+        token_PN = jax.vmap(lambda x, place: x.at[place].get(mode="fill", fill_value=0))(token_PN, places_PN)
 
-    def score(hidden_ND, token_N):
-        logits_NV = kept_logits(model.logits(params, hidden_ND), sampling, token_N)
-        return token_logp(logits_NV, token_N), entropy(logits_NV) if with_entropy else None
+    def score(hidden_D, token):
+        logits_V = kept_logits(model.logits(params, hidden_D), sampling, token)
+        return token_logp(logits_V, token), entropy(logits_V) if with_entropy else None
 
-    scores = over_chunks(score, min(chunk, rows.shape[0]), rows, tokens_PGT.reshape(-1))
-    return jax.tree.map(lambda x: jnp.where(mask_PGT, x.reshape(mask_PGT.shape), 0.0), scores)
+    scores = over_chunks(score, min(max(chunk // P, 1), token_PN.shape[1]), hidden_PND, token_PN)
+
+    def spread(x_PN):
+        if places_PN is None:
+            return x_PN
+        place = jax.vmap(lambda x, place: jnp.zeros(mask_PGT[0].size, x.dtype).at[place].set(x, mode="drop"))
+        return place(x_PN, places_PN)
+
+    return jax.tree.map(lambda x: jnp.where(mask_PGT, spread(x).reshape(mask_PGT.shape), 0.0), scores)
 
 
 def completion_logp(

@@ -4,8 +4,9 @@ Only tokens, masks and rewards cross to the host. Left out on purpose: deciding 
 update (see `train_step`).
 """
 
+import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -13,12 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.models.language_model import LanguageModel
-from grpo_jax.objectives import Objective, batch_advantages
+from grpo_jax.objectives import Objective, batch_advantages, batch_loss, diagnostics
 from grpo_jax.policy import CHUNK, Sampling, completion_scores
 from grpo_jax.rewards import Scores
 from grpo_jax.tasks import Task
 from grpo_jax.tokenizer import Tokenizer, pad_prompts
-from grpo_jax.types import Array, Batch, Params, Prompts, Rollout, Sample
+from grpo_jax.types import Array, Batch, Mean, Params, Prompts, Rollout, Sample
 
 
 def encode(tokenizer: Tokenizer, prompt: Callable, rows: Sequence[dict], *, length: int | None = None) -> Prompts:
@@ -55,6 +56,26 @@ def trim(rollout: Rollout, buckets: int) -> Rollout:
     )
 
 
+def pack(rollout: Rollout, fractions: Sequence[float] = (0.5, 0.625, 0.75)) -> Rollout:
+    """Lists the trained tokens of each prompt, so that an update computes them and not the padding between them.
+
+    The smallest of `fractions` of G·T that holds every prompt's tokens is taken; if none does, all are computed. Values
+    and gradients stay the same; at most `len(fractions) + 1` shapes are compiled.
+    """
+    mask = np.asarray(rollout.mask_PGT)
+    P, places = len(mask), mask[0].size
+    flat = mask.reshape(P, places)
+    needed = int(flat.sum(1).max())
+    size = min((s for s in (math.ceil(places * f) for f in fractions) if s >= needed), default=places)
+    if size >= places:
+        return rollout
+    places_PN = np.full((P, size), places, np.int32)
+    for row, own in zip(places_PN, flat, strict=True):
+        found = np.flatnonzero(own)
+        row[: len(found)] = found
+    return rollout._replace(places_PN=places_PN)
+
+
 @partial(jax.jit, static_argnames=("model", "sampling", "with_entropy", "chunk"))
 def score(
     model: LanguageModel,
@@ -68,7 +89,7 @@ def score(
     """Log-probabilities (and entropies) of a rollout under `params`, without gradient: π_ref, or a fixed π_old."""
     return completion_scores(
         model, params, rollout.prompts, rollout.tokens_PGT, rollout.mask_PGT,
-        sampling=sampling, with_entropy=with_entropy, chunk=chunk,
+        places_PN=rollout.places_PN, sampling=sampling, with_entropy=with_entropy, chunk=chunk,
     )  # fmt: skip
 
 
@@ -90,6 +111,57 @@ def assemble(objective: Objective, rollout: Rollout, reward_PG: Array, **fields:
     if objective.prepare is not None:
         samples = objective.prepare(samples)
     return Batch(rollout, samples)
+
+
+@cache
+def idle_is_inert(objective: Objective) -> bool:
+    """Whether a completion of advantage 0 has no gradient: true without a KL term, an entropy bonus or a value loss.
+
+    Found by differentiating the loss of such a completion in everything that depends on the parameters.
+    """
+    x = lambda seed: jnp.sin(jnp.arange(6.0) + seed)[None, None]
+    mask = jnp.ones((1, 1, 6), bool)
+    fixed = {name: x(i) for i, name in enumerate(Sample._fields) if name not in ("adv", "stopped", "age", "mask_T")}
+    fixed |= {"stopped": jnp.ones((1, 1), bool), "age": jnp.zeros((1, 1), jnp.int32)}
+    fixed["group_tokens"] = jnp.full((1, 1), 6, jnp.int32)
+
+    def total(logp, entropy, value):
+        samples = Sample(mask_T=mask, adv=jnp.zeros((1, 1)), **fixed)._replace(entropy_T=entropy, value_T=value)
+        return batch_loss(objective, logp, samples).total
+
+    gradients = jax.grad(total, argnums=(0, 1, 2))(x(0.3) - 2, x(0.7) + 2, x(0.9))
+    return not any(np.any(np.asarray(g) != 0) for g in gradients)
+
+
+@partial(jax.jit, static_argnames=("objective",))
+def _group_means(objective: Objective, samples_PG: Sample) -> dict[str, Mean]:
+    """The loss and the diagnostics of every group at π_old."""
+
+    def one(samples_G):
+        samples = jax.tree.map(lambda x: x[None], samples_G)
+        logp = samples.old_logp_T
+        return {"loss": batch_loss(objective, logp, samples)} | diagnostics(objective, logp, samples)
+
+    return jax.vmap(one)(samples_PG)
+
+
+def leave_out_idle(objective: Objective, batch: Batch, sizes: Sequence[int]) -> Batch:
+    """The batch without groups whose advantages are all 0, where that changes no gradient (see `idle_is_inert`).
+
+    As many prompts stay as the smallest of `sizes` that holds all others; the weight that the left-out groups have in
+    the loss's normaliser stays, in `Batch.rest`, so that the gradient is that of the whole batch. Their diagnostics are
+    those at π_old. Returns the batch as it is where nothing can be left out.
+    """
+    adv = np.asarray(batch.samples.adv)
+    P = len(adv)
+    busy = (adv.reshape(P, -1) != 0).any(1)
+    size = min((s for s in sizes if s >= max(busy.sum(), 1)), default=P)
+    if size >= P or not idle_is_inert(objective):
+        return batch
+    order = np.argsort(~busy, kind="stable")
+    kept, left = np.sort(order[:size]), np.sort(order[size:])
+    rest = jax.tree.map(lambda x: np.asarray(x)[left].sum(), _group_means(objective, batch.samples))
+    return jax.tree.map(lambda x: x[kept], batch._replace(rest=None))._replace(rest=rest)
 
 
 def step_rewards(

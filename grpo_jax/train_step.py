@@ -99,8 +99,11 @@ def cut(batch: Batch, microbatches: int, group_microbatches: int) -> Batch:
         x = jnp.moveaxis(x.reshape(P // m, m, *x.shape[1:]), 1, 0)
         return jnp.repeat(x, g, axis=0)
 
-    parts = jax.tree.map(groups, batch._replace(rollout=batch.rollout._replace(prompts=None)))
-    return parts._replace(rollout=parts.rollout._replace(prompts=jax.tree.map(prompts, batch.rollout.prompts)))
+    if g > 1 and batch.rollout.places_PN is not None:
+        raise ValueError("a packed batch lists the tokens of whole groups: it goes with group_microbatches=1 only")
+    parts = jax.tree.map(groups, batch._replace(rollout=batch.rollout._replace(prompts=None, places_PN=None)))
+    whole = jax.tree.map(prompts, (batch.rollout.prompts, batch.rollout.places_PN))
+    return parts._replace(rollout=parts.rollout._replace(prompts=whole[0], places_PN=whole[1]))
 
 
 def make_train_step(
@@ -153,7 +156,7 @@ def make_train_step(
         rollout, samples = part
         logp, entropy = completion_scores(
             model, policy_of(critic, params), rollout.prompts, rollout.tokens_PGT, rollout.mask_PGT,
-            sampling=sampling, with_entropy=with_entropy, chunk=chunk,
+            places_PN=rollout.places_PN, sampling=sampling, with_entropy=with_entropy, chunk=chunk,
         )  # fmt: skip
         fixed = jax.lax.stop_gradient(logp)
         samples = samples._replace(
@@ -191,13 +194,17 @@ def make_train_step(
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         _, params, opt_state = state
-        parts = cut(batch, microbatches, group_microbatches)
+        rest = batch.rest or {}
+        parts = cut(batch._replace(rest=None), microbatches, group_microbatches)
         history = []
         for epoch in range(epochs):
             own_old = old_logp == "first_epoch" and epoch == 0
             (grads, loss, seen), logp = gradient(params, parts, own_old)
             if own_old:
                 parts = parts._replace(samples=parts.samples._replace(old_logp_T=logp))
+            if rest:
+                loss = add_means(loss, rest["loss"])
+                seen = {name: add_means(mean, rest[name]) if name in rest else mean for name, mean in seen.items()}
             scale = jnp.where(loss.weight > 0, 1.0 / jnp.where(loss.weight > 0, loss.weight, 1.0), 0.0)
             grads = jax.tree.map(lambda g, scale=scale: g * scale, grads)
             if epoch > 0:

@@ -58,6 +58,8 @@ class Rollout(NamedTuple):
     `mask_PGT` is true up to and including the stop token and comes from lengths, never from comparing ids.
     `logp_PGT` is the log-probability of each token under the distribution it was drawn from (temperature and
     filters included). `stopped_PG` is false where the length limit cut the completion off ("truncated").
+    `places_PN`, made by `rollout.pack`, holds the places g·T + t of a prompt's trained tokens in ascending order, then
+    G·T as often as needed: training then computes these N tokens a prompt instead of G·T. None: all of them.
     """
 
     prompts: Prompts
@@ -65,6 +67,7 @@ class Rollout(NamedTuple):
     mask_PGT: Array  # bool
     logp_PGT: Array  # float32
     stopped_PG: Array  # bool
+    places_PN: Array | None = None  # int32
 
 
 class Sample(NamedTuple):
@@ -95,10 +98,15 @@ class Sample(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A rollout and its samples; every leaf has the leading axes P, G (prompts: P)."""
+    """A rollout and its samples; every leaf has the leading axes P, G (prompts: P).
+
+    `rest`, made by `rollout.leave_out_idle`, holds the loss and the diagnostics of groups that are not here because
+    they have no gradient: named `Mean`s that are added to those of the batch.
+    """
 
     rollout: Rollout
     samples: Sample
+    rest: dict[str, Mean] | None = None
 
 
 class TrainState(NamedTuple):

@@ -134,8 +134,8 @@ def test_the_chunk_changes_cost_only(tiny_model, tiny_params, prompts, completio
 
 
 def test_over_chunks_pads_and_cuts():
-    out = over_chunks(lambda x: x * 2, 4, jnp.arange(10.0))
-    np.testing.assert_array_equal(out, 2 * np.arange(10.0))
+    x = jnp.arange(20.0).reshape(2, 10)
+    np.testing.assert_array_equal(over_chunks(lambda x: x * 2, 4, x), 2 * x)
 
 
 def test_what_stands_after_the_mask_changes_nothing(tiny_model, tiny_params, prompts, completions):

@@ -1,6 +1,7 @@
 """The train step's laws: cutting changes nothing, the first ratio is one, masked tokens do not count."""
 
 import dataclasses
+import math
 from functools import partial
 
 import chex
@@ -19,6 +20,7 @@ from grpo_jax.objectives import (
     clipped,
     compose,
     dapo,
+    entropy_bonus,
     grpo,
     per_token,
     reads,
@@ -26,7 +28,7 @@ from grpo_jax.objectives import (
     standardize,
 )
 from grpo_jax.policy import Sampling, completion_logp
-from grpo_jax.rollout import assemble
+from grpo_jax.rollout import assemble, idle_is_inert, leave_out_idle, pack
 from grpo_jax.sampler import generate
 from grpo_jax.train_step import adamw, cut, init_state, make_train_step
 from grpo_jax.types import Mean, Rollout, Sample
@@ -325,3 +327,61 @@ def test_adamw_clips_the_global_norm(clip, expected):
 def test_bad_optimiser_options_are_named(wrong, message):
     with pytest.raises(ValueError, match=message):
         adamw(**{"learning_rate": 1e-3, "steps": 10} | wrong)
+
+
+def test_a_packed_batch_gives_the_same_update(tiny_model, tiny_params, batch, monkeypatch):
+    """Law: packed or not. Uneven lengths; also with micro-batches, and for a model without a packed form of its own."""
+    objective = grpo()
+    data = assembled(objective, batch)
+    packed = data._replace(rollout=pack(data.rollout, (0.6, 0.9)))
+    assert packed.rollout.places_PN.shape == (P, math.ceil(0.9 * G * T))
+    state = init_state(tiny_params, SGD)
+    expected = jax.jit(make_train_step(tiny_model, objective, SGD))(state, data)
+    for model, microbatches in ((tiny_model, 1), (tiny_model, 2), (tiny_model._replace(extend_packed=None), 1)):
+        step = jax.jit(make_train_step(model, objective, SGD, microbatches=microbatches))
+        chex.assert_trees_all_close(step(state, packed), expected, atol=2e-6, rtol=2e-5)
+    with pytest.raises(ValueError, match="group_microbatches=1"):
+        jax.eval_shape(make_train_step(tiny_model, objective, SGD, group_microbatches=2), state, packed)
+
+
+def test_packing_computes_fewer_tokens(tiny_params, batch):
+    """XLA's own count of an update, layers unrolled so that every one is counted."""
+    objective = grpo()
+    rollout, reward, ref = batch
+    rollout = rollout._replace(mask_PGT=jnp.arange(T) < jnp.arange(1, 5)[:, None] + jnp.zeros((P, 1, 1), int))
+    data = assembled(objective, (rollout, reward, ref))
+    step = jax.jit(make_train_step(decoder(TINY, remat="none", scan=False), objective, SGD, chunk=10_000))
+    flops = lambda data: step.lower(init_state(tiny_params, SGD), data).compile().cost_analysis()["flops"]
+    whole, packed = flops(data), flops(data._replace(rollout=pack(rollout)))
+    assert packed < 0.75 * whole
+
+
+@pytest.mark.parametrize("name", ["dapo", "dr_grpo", "gspo"])
+def test_idle_groups_are_left_out_exactly(tiny_model, tiny_params, batch, name):
+    """Their weight stays in the normaliser: update, loss and metrics are those of the whole batch."""
+    objective = PRESETS[name]()
+    rollout, reward, ref = batch
+    reward = reward.at[jnp.array([1, 3])].set(0.7)
+    data = assembled(objective, (rollout, reward, ref))
+    less = leave_out_idle(objective, data, (1, 2, 3))
+    assert less.rollout.tokens_PGT.shape[0] == 2
+    np.testing.assert_array_equal(less.rollout.prompts.tokens_PS, rollout.prompts.tokens_PS[jnp.array([0, 2])])
+    state, step = init_state(tiny_params, SGD), jax.jit(make_train_step(tiny_model, objective, SGD))
+    (expected, metrics), (got, less_metrics) = step(state, data), step(state, less)
+    chex.assert_trees_all_close(got.params, expected.params, atol=1e-6, rtol=1e-6)
+    for metric in ("loss", "grad_norm", "zero_advantage"):
+        np.testing.assert_allclose(less_metrics[metric], metrics[metric], rtol=1e-5, atol=1e-7)
+    assert leave_out_idle(objective, data, (3,)).rollout.tokens_PGT.shape[0] == 3
+    assert leave_out_idle(objective, data, (1,)) is data
+
+
+def test_groups_stay_where_they_have_a_gradient(batch):
+    """A KL term pulls at every token, so does an entropy bonus; without them an idle group is inert."""
+    objective = grpo(beta=0.1)
+    rollout, reward, ref = batch
+    data = assembled(objective, (rollout, jnp.zeros_like(reward), ref))
+    assert leave_out_idle(objective, data, (1, 2)) is data
+    inert = {name: idle_is_inert(PRESETS[name]()) for name in ("dapo", "dr_grpo", "gspo", "ppo", "grpo")}
+    assert inert == {"dapo": True, "dr_grpo": True, "gspo": True, "ppo": False, "grpo": False}
+    assert idle_is_inert(grpo(beta=0.0))
+    assert not idle_is_inert(entropy_bonus(dapo(), coef=0.01))

@@ -22,11 +22,12 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_jax.models.attention import attend, einsum32, take_rows
+from grpo_jax.models.attention import attend, attend_one, einsum32, take_rows
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.types import Array, Params
 
 MATRIX = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
@@ -105,55 +106,49 @@ def rope_frequencies(config: DecoderConfig) -> Array:
     return kept * frequency + (1 - kept) * frequency / factor
 
 
-def rotate(x_THd: Array, angle_Tf: Array) -> Array:
-    """Rotates the pairs (x_i, x_{i+d/2}) of each head by its position's angles."""
-    cos, sin = jnp.cos(angle_Tf)[:, None, :], jnp.sin(angle_Tf)[:, None, :]
-    first, second = jnp.split(x_THd.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], -1).astype(x_THd.dtype)
+def turns(position_T: Array, frequency_f: Array) -> Array:
+    """Cosine and signed sine of each position's angles, `[2, T, 1, 2, f]`: computed once for all layers."""
+    angle_Tf = position_T[:, None] * frequency_f
+    cos, sin = jnp.cos(angle_Tf), jnp.sin(angle_Tf)
+    return jnp.stack([jnp.stack([cos, cos], 1), jnp.stack([-sin, sin], 1)])[:, :, None]
+
+
+def rotate(x_THd: Array, turns_2T12f: Array) -> Array:
+    """Rotates the pairs (x_i, x_{i+d/2}) of each head: (x, y) cos + (−y, x) sin.
+
+    The halves have an axis of their own, which is reversed: a concatenation would not be fused on CPUs.
+    """
+    cos, sin = turns_2T12f
+    x = x_THd.astype(jnp.float32).reshape(*x_THd.shape[:-1], 2, -1)
+    return (x * cos + x[..., ::-1, :] * sin).reshape(x_THd.shape).astype(x_THd.dtype)
 
 
 class Block(nn.Module):
-    """One pre-norm layer. `attention(q_TKhd, k_KTd, v_KTd) -> (out_TKhd, kept)` decides what the queries see.
-
-    With `fused`, q/k/v and gate/up are one matrix each: the layout that decoding reads.
-    """
+    """One pre-norm layer. `attention(q_TKhd, k_KTd, v_KTd) -> (out_TKhd, kept)` decides what the queries see."""
 
     config: DecoderConfig
-    fused: bool = False
 
     @nn.compact
-    def __call__(self, x_TD: Array, angle_Tf: Array, attention: Callable) -> tuple[Array, Any]:
+    def __call__(self, x_TD: Array, turns_2T12f: Array, attention: Callable) -> tuple[Array, Any]:
         c = self.config
         D, F, d = c.hidden_size, c.intermediate_size, c.head_dim
         H, K = c.num_attention_heads, c.num_key_value_heads
 
-        def linear(x, parts, bias):
-            """Products with several matrices (name, columns), as one where they are stored as one."""
-            names, sizes = [name for name, _ in parts], [size for _, size in parts]
-            groups = [("_".join(names), sum(sizes))] if self.fused else parts
-            outs = []
-            for name, size in groups:
-                y = x @ self.param(name, MATRIX, (x.shape[-1], size), c.dtype)
-                if bias:
-                    y = y + self.param(f"{name}_bias", nn.initializers.zeros, (size,), c.dtype)
-                outs.append(y)
-            return jnp.split(outs[0], [sum(sizes[: i + 1]) for i in range(len(sizes) - 1)], -1) if self.fused else outs
+        def linear(x, name, size, bias=False):
+            y = x @ self.param(name, MATRIX, (x.shape[-1], size), c.dtype)
+            return y + self.param(f"{name}_bias", nn.initializers.zeros, (size,), c.dtype) if bias else y
 
         h = rms_norm(x_TD, self.param("input_norm", nn.initializers.ones, (D,), c.dtype), c.rms_norm_eps)
-        q, k, v = linear(h, [("q", H * d), ("k", K * d), ("v", K * d)], c.attention_bias)
-        q = rotate(q.reshape(-1, H, d), angle_Tf).reshape(-1, K, H // K, d)
-        k = rotate(k.reshape(-1, K, d), angle_Tf).swapaxes(0, 1)
+        q, k, v = (linear(h, name, n * d, c.attention_bias) for name, n in (("q", H), ("k", K), ("v", K)))
+        q = rotate(q.reshape(-1, H, d), turns_2T12f).reshape(-1, K, H // K, d)
+        k = rotate(k.reshape(-1, K, d), turns_2T12f).swapaxes(0, 1)
         q, k, v = (checkpoint_name(y, "attention") for y in (q, k, v.reshape(-1, K, d).swapaxes(0, 1)))
         out, kept = attention(q, k, v)
-        out = checkpoint_name(out, "attention")
-        x_TD = x_TD + out.reshape(-1, H * d) @ self.param("o", MATRIX, (H * d, D), c.dtype)
+        x_TD = x_TD + linear(checkpoint_name(out, "attention").reshape(-1, H * d), "o", D)
 
         h = rms_norm(x_TD, self.param("post_norm", nn.initializers.ones, (D,), c.dtype), c.rms_norm_eps)
-        gate, up = linear(h, [("gate", F), ("up", F)], False)
-        return x_TD + (nn.silu(gate) * up) @ self.param("down", MATRIX, (F, D), c.dtype), kept
+        return x_TD + linear(nn.silu(linear(h, "gate", F)) * linear(h, "up", F), "down", D), kept
 
-
-FUSED = (("q", "k", "v"), ("gate", "up"))
 
 # What a layer keeps for its backward pass besides its input; the rest is computed again.
 REMAT = {
@@ -190,21 +185,21 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
     """The functions of a decoder (see `LanguageModel`).
 
     Parameters: `{"embed": [V, D], "layers": {name: [L, ...]}, "norm": [D], "head": [D, V] unless tied}`, matrices
-    stored (in, out). `remat` says what a layer keeps for the backward pass: "layer" its input alone (least memory, about
-    a fifth more arithmetic), "attention" also queries, keys, values and what they attend to, "dots" every product with
-    a weight, "none" everything. `scan=False` unrolls the layers
+    stored (in, out). `remat` says what a layer keeps for the backward pass: "layer" its input alone (least memory,
+    about a fifth more arithmetic), "attention" also queries, keys, values and what they attend to, "dots" every product
+    with a weight, "none" everything. `scan=False` unrolls the layers
     (longer compilation; XLA's cost analysis, which counts a loop's body once, then counts every layer).
     """
     if remat not in REMAT:
         raise ValueError(f"remat must be one of {tuple(REMAT)}, got {remat!r}")
     frequencies = partial(rope_frequencies, config)
-    block, fused_block = Block(config), Block(config, fused=True)
+    block = Block(config)
 
     def init(key: Array) -> Params:
         embed_key, layer_key, head_key = jax.random.split(key, 3)
         V, D = config.vocab_size, config.hidden_size
-        x, angle = jnp.zeros((1, D), config.dtype), jnp.zeros((1, config.head_dim // 2))
-        layer = lambda k: block.init(k, x, angle, lambda q, k, v: (q, None))["params"]
+        x, turn = jnp.zeros((1, D), config.dtype), turns(jnp.zeros(1), frequencies())
+        layer = lambda k: block.init(k, x, turn, lambda q, k, v: (q, None))["params"]
         params = {
             "embed": nn.initializers.normal(D**-0.5)(embed_key, (V, D), config.dtype),
             "layers": jax.vmap(layer)(jax.random.split(layer_key, config.num_hidden_layers)),
@@ -229,12 +224,12 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
     def prefill(params: Params, tokens_S: Array, mask_S: Array) -> tuple[Array, PromptCache]:
         chex.assert_rank([tokens_S, mask_S], 1)
         S = tokens_S.shape[0]
-        angle = (jnp.cumsum(mask_S) - 1)[:, None] * frequencies()
+        turn = turns(jnp.cumsum(mask_S) - 1, frequencies())
         mask_SS = jnp.tril(jnp.ones((S, S), bool)) & mask_S[None, :]
 
         def body(x, layer, _):
             attention = lambda q, k, v: (attend(q, [(k, v, mask_SS)]), (k, v))
-            return block.apply({"params": layer}, x, angle, attention)
+            return block.apply({"params": layer}, x, turn, attention)
 
         x, (k, v) = run_layers(params["layers"], embed(params, tokens_S), body, None)
         return final_norm(params, x), PromptCache(k, v, mask_S)
@@ -242,12 +237,12 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
     def extend(params: Params, cache: PromptCache, tokens_T: Array) -> Array:
         chex.assert_rank(tokens_T, 1)
         T = tokens_T.shape[0]
-        angle = (cache.mask_S.sum() + jnp.arange(T))[:, None] * frequencies()
+        turn = turns(cache.mask_S.sum() + jnp.arange(T), frequencies())
         causal_TT = jnp.tril(jnp.ones((T, T), bool))
 
         def body(x, layer, prompt_kv):
             attention = lambda q, k, v: (attend(q, [(*prompt_kv, cache.mask_S), (k, v, causal_TT)]), None)
-            return block.apply({"params": layer}, x, angle, attention)
+            return block.apply({"params": layer}, x, turn, attention)
 
         x, _ = run_layers(params["layers"], embed(params, tokens_T), body, (cache.k_LKSd, cache.v_LKSd))
         return final_norm(params, x)
@@ -257,7 +252,7 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
         (G, T), N = tokens_GT.shape, place_N.shape[0]
         slot_M = jnp.full(G * T, N).at[place_N].set(jnp.arange(N), mode="drop")
         tokens_N = tokens_GT.reshape(-1).at[place_N].get(mode="fill", fill_value=0)
-        angle = (cache.mask_S.sum() + place_N % T)[:, None] * frequencies()
+        turn = turns(cache.mask_S.sum() + place_N % T, frequencies())
         causal_TT = jnp.tril(jnp.ones((T, T), bool))
 
         def body(x, layer, prompt_kv):
@@ -269,52 +264,46 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
                 out = jax.vmap(one)(q, k, v)
                 return take_rows(out.reshape(G * T, *out.shape[2:]), place_N, slot_M), None
 
-            return block.apply({"params": layer}, x, angle, attention)
+            return block.apply({"params": layer}, x, turn, attention)
 
         x, _ = run_layers(params["layers"], embed(params, tokens_N), body, (cache.k_LKSd, cache.v_LKSd))
         return final_norm(params, x)
 
     def logits(params: Params, hidden_D: Array) -> Array:
-        head_DV = params["embed"].T if config.tie_word_embeddings else params["head"]
-        return einsum32("...d,dv->...v", hidden_D, head_DV)
+        # A tied head is read where it lies, [V, D]: no transposed copy, and the faster product on CPUs.
+        if config.tie_word_embeddings:
+            return einsum32("...d,vd->...v", hidden_D, params["embed"])
+        return einsum32("...d,dv->...v", hidden_D, params["head"])
 
     def for_decoding(params: Params) -> Params:
-        layers = dict(params["layers"])
-        for names in FUSED:
-            layers["_".join(names)] = jnp.concatenate([layers.pop(name) for name in names], -1)
-            if f"{names[0]}_bias" in layers:
-                layers["_".join(names) + "_bias"] = jnp.concatenate([layers.pop(f"{n}_bias") for n in names], -1)
-        return {
-            "embed": params["embed"],
-            "layers": [jax.tree.map(lambda a, i=i: a[i], layers) for i in range(config.num_hidden_layers)],
-            "norm": params["norm"],
-            "head": params["embed"].T if config.tie_word_embeddings else params["head"],
-        }
+        unstacked = [jax.tree.map(lambda a, i=i: a[i], params["layers"]) for i in range(config.num_hidden_layers)]
+        return params | {"layers": unstacked}
 
     def empty(max_tokens: int) -> list[tuple[Array, Array]]:
-        shape = (config.num_key_value_heads, max_tokens, config.head_dim)
-        return [(jnp.zeros(shape, config.dtype),) * 2 for _ in range(config.num_hidden_layers)]
+        K, d = config.num_key_value_heads, config.head_dim
+        own = jnp.zeros((K, d, max_tokens), config.dtype), jnp.zeros((K, max_tokens, d), config.dtype)
+        return [own] * config.num_hidden_layers
 
     def decode(weights: Params, cache: PromptCache, own: list, index: Array, token: Array) -> tuple[Array, list]:
         x = embed(weights, token[None])
-        angle = (cache.mask_S.sum() + index)[None, None] * frequencies()
-        seen = jnp.arange(own[0][0].shape[1]) <= index
+        turn = turns((cache.mask_S.sum() + index)[None], frequencies())
         grown = []
         for i, layer in enumerate(weights["layers"]):
 
             def attention(q, k, v, i=i):
-                k_own = jax.lax.dynamic_update_slice(own[i][0], k, (0, index, 0))
-                v_own = jax.lax.dynamic_update_slice(own[i][1], v, (0, index, 0))
-                parts = [(cache.k_LKSd[i], cache.v_LKSd[i], cache.mask_S), (k_own, v_own, seen)]
-                return attend(q, parts), (k_own, v_own)
+                k_KdT = jax.lax.dynamic_update_slice(own[i][0], k.swapaxes(1, 2), (0, 0, index))
+                v_KTd = jax.lax.dynamic_update_slice(own[i][1], v, (0, index, 0))
+                seen = jnp.arange(v_KTd.shape[1]) <= index
+                parts = [
+                    (cache.k_LKSd[i].swapaxes(1, 2), cache.v_LKSd[i], cache.mask_S),
+                    (k_KdT, v_KTd, seen),
+                ]
+                return attend_one(q[0], parts)[None], (k_KdT, v_KTd)
 
-            x, kept = fused_block.apply({"params": layer}, x, angle, attention)
+            x, kept = block.apply({"params": layer}, x, turn, attention)
             grown.append(kept)
         return final_norm(weights, x)[0], grown
 
-    def decode_logits(weights: Params, hidden_D: Array) -> Array:
-        return einsum32("...d,dv->...v", hidden_D, weights["head"])
-
     return LanguageModel(
-        config, init, prefill, extend, logits, for_decoding, empty, decode, decode_logits, AXES, extend_packed
+        config, init, prefill, extend, logits, for_decoding, empty, decode, logits, AXES, extend_packed
     )

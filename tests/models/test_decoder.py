@@ -88,7 +88,7 @@ def test_attention_in_parts_is_attention_in_one():
     np.testing.assert_allclose(whole, expected, atol=1e-6)
 
 
-@pytest.mark.parametrize("options", [{"remat": False}, {"scan": False}])
+@pytest.mark.parametrize("options", [{"remat": "none"}, {"remat": "attention"}, {"remat": "dots"}, {"scan": False}])
 def test_remat_and_scan_change_cost_only(options):
     ids, params = tokens(8), jax.jit(decoder(TINY).init)(jax.random.key(0))
 
@@ -106,7 +106,7 @@ def test_remat_saves_memory(optimized):
         loss = lambda p: jnp.square(model.prefill(p, tokens(64), jnp.ones(64, bool))[0]).mean()
         return jax.jit(jax.grad(loss)).lower(params).compile().memory_analysis().temp_size_in_bytes
 
-    assert temporaries(decoder(config)) < 0.6 * temporaries(decoder(config, remat=False))
+    assert temporaries(decoder(config)) < 0.6 * temporaries(decoder(config, remat="none"))
 
 
 def test_bfloat16_parameters_give_float32_logits():
@@ -129,7 +129,7 @@ def test_llama3_scaling_keeps_short_and_stretches_long_wavelengths():
 
 def test_equal_configurations_are_one_model():
     assert decoder(TINY) is decoder(dataclasses.replace(TINY))
-    assert decoder(TINY) is not decoder(TINY, remat=False)
+    assert decoder(TINY) is not decoder(TINY, remat="none")
 
 
 @pytest.mark.parametrize(
