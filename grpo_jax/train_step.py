@@ -153,7 +153,7 @@ def make_train_step(
     cuts = microbatches * group_microbatches
 
     def part_loss(params: Params, part: Batch, own_old: bool):
-        rollout, samples = part
+        rollout, samples = part.rollout, part.samples
         logp, entropy = completion_scores(
             model, policy_of(critic, params), rollout.prompts, rollout.tokens_PGT, rollout.mask_PGT,
             places_PN=rollout.places_PN, sampling=sampling, with_entropy=with_entropy, chunk=chunk,
