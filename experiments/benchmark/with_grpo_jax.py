@@ -16,6 +16,8 @@ from grpo_jax.train_step import adamw, init_state, make_train_step
 from grpo_jax.types import Batch, Prompts, Rollout
 
 LENGTH_BUCKETS = 4  # the default of `loop.train`
+pack = getattr(rollouts, "pack", lambda rollout: rollout)
+leave_out_idle = getattr(rollouts, "leave_out_idle", lambda objective, batch, sizes: batch)
 
 
 def build(spec: SimpleNamespace, inputs: dict) -> "GrpoJax":
@@ -51,7 +53,9 @@ class GrpoJax:
             return jax.block_until_ready(rollouts.score(self.model, self.frozen, rollout)[0])
 
     def train(self, clock, batch: Batch) -> dict:
+        work = self.spec.workload
         with clock("train"):
+            batch = leave_out_idle(self.objective, batch, range(work.microbatches, work.prompts, work.microbatches))
             if self.compiled is None:
                 self.compiled = self.jitted.lower(self.state, batch).compile()
             self.state, metrics = self.compiled(self.state, batch)
@@ -59,7 +63,7 @@ class GrpoJax:
 
     def prepare(self, rollout: Rollout) -> Rollout:
         """What the loop does between sampling and training."""
-        return rollouts.pack(rollouts.trim(rollout, LENGTH_BUCKETS))
+        return pack(rollouts.trim(rollout, LENGTH_BUCKETS))
 
     def given(self) -> Rollout:
         mask = jnp.asarray(self.inputs["mask_PGT"])
@@ -78,10 +82,11 @@ class GrpoJax:
         batch = batch._replace(samples=batch.samples._replace(adv=jnp.asarray(self.inputs["advantage_PG"])))
         metrics = self.train(clock, batch)
         scale = max(1.0, metrics["grad_norm"] / self.spec.clip_norm)
+        cut = self.spec.workload.max_new_tokens - logp.shape[-1]
         return {
             "loss": metrics["loss"],
             "grad_norm": metrics["grad_norm"],
-            "reference_PGT": np.asarray(logp, np.float32),
+            "reference_PGT": np.pad(np.asarray(logp, np.float32), [(0, 0), (0, 0), (0, cut)]),
             "gradient": scale * compared_gradient(self.state.opt_state),
         }
 

@@ -24,12 +24,16 @@ def build(spec: SimpleNamespace, inputs: dict) -> "Trl":
     return Trl(spec, inputs)
 
 
+def word(token_id: int) -> str:
+    """A token's text; none is part of another, because special tokens are found inside words too."""
+    return f"<{token_id}>"
+
+
 def number_tokenizer(vocab_size: int, stop_id: int) -> PreTrainedTokenizerFast:
-    """Text is ids in decimals, so that prompts are exactly the ids that everyone gets."""
-    vocabulary = {str(i): i for i in range(vocab_size)}
-    tokenizer = Tokenizer(WordLevel(vocabulary, unk_token="0"))
+    """Text is words of ids, so that prompts are exactly the ids that everyone gets."""
+    tokenizer = Tokenizer(WordLevel({word(i): i for i in range(vocab_size)}, unk_token=word(0)))
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    names = {"eos_token": str(stop_id), "pad_token": str(stop_id), "unk_token": "0"}
+    names = {"eos_token": word(stop_id), "pad_token": word(stop_id), "unk_token": word(0)}
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, padding_side="left", **names)
 
 
@@ -44,7 +48,7 @@ class Trl:
         if work.ragged:
             plain, forced = model.generate, force_lengths(spec, inputs)
             model.generate = lambda *args, **options: plain(*args, logits_processor=forced, **options)
-        texts = [" ".join(map(str, row)) for row in inputs["prompt_PS"]]
+        texts = [" ".join(map(word, row)) for row in inputs["prompt_PS"]]
         self.examples = [
             {"prompt": text, "reward": float(reward)}
             for text, rewards in zip(texts, inputs["reward_PG"], strict=True)
@@ -86,9 +90,13 @@ class Trl:
         """Times the trainer's own generation, and its log-probabilities where they are not those of the loss."""
         generate, logp = self.trainer._generate_single_turn, self.trainer._get_per_token_logps_and_entropies
 
-        def timed_generate(*args, **options):
+        prompts = np.repeat(self.inputs["prompt_PS"], self.spec.workload.group_size, axis=0).tolist()
+
+        def timed_generate(prompt_ids, *args, **options):
+            if prompt_ids != prompts:
+                raise RuntimeError("the trainer's prompts are not the given ones")
             with self.clock("sample"):
-                completions, extra = generate(*args, **options)
+                completions, extra = generate(prompt_ids, *args, **options)
                 synchronize()
             self.lengths = [len(ids) for ids in completions]
             return completions, extra
