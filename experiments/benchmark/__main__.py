@@ -35,10 +35,10 @@ class Options:
     """Which of W1 to W4, by commas. T1, T3 and T4 are small ones to try the program with."""
     peers: str = "trl,tunix,transformers"
     """Whom to compare with, by commas; a peer that is not installed is left out and said so."""
-    rounds: int = 3
-    """How often each contestant's process is started; they alternate."""
-    repeats: int = 1
-    """Timed steps of a process, after one to compile and warm up."""
+    rounds: int | None = None
+    """How often each contestant's process is started; they alternate. By default 3 on CPUs, else 1."""
+    repeats: int | None = None
+    """Timed steps of a process, after one to compile and warm up. By default 1 on CPUs, else 5."""
     json: str | None = None
     """File for the figures."""
     markdown: str | None = None
@@ -77,8 +77,10 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
     peers = named(options.peers, PEERS, "--peers")
     if not workloads:
         raise ValueError(f"--workloads names none: expected some of {', '.join(WORKLOADS)}")
-    if min(options.rounds, options.repeats) < 1:
-        raise ValueError(f"--rounds and --repeats must be at least 1, got {options.rounds} and {options.repeats}")
+    rounds = options.rounds if options.rounds is not None else 3 if kind == "cpu" else 1
+    repeats = options.repeats if options.repeats is not None else 1 if kind == "cpu" else 5
+    if min(rounds, repeats) < 1:
+        raise ValueError(f"--rounds and --repeats must be at least 1, got {rounds} and {repeats}")
     shape = options.shape or ("smollm2" if kind == "cpu" else "qwen2.5-0.5b")
     dtype = options.dtype or ("float32" if kind == "cpu" else "bfloat16")
     if shape not in SHAPES or dtype not in ("float32", "bfloat16"):
@@ -108,9 +110,7 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
     out = Path(options.out)
     folder = driver.weights_folder(shape, out, options.weights)
     limit = int(options.memory_limit_gb * 2**30)
-    plan = Plan(
-        workloads, (*machines, *contestants), pythons, folder, out, shape, dtype, options.rounds, options.repeats, limit
-    )
+    plan = Plan(workloads, (*machines, *contestants), pythons, folder, out, shape, dtype, rounds, repeats, limit)
     return plan, found, notes
 
 

@@ -161,11 +161,15 @@ def open_folder(plan: Plan) -> None:
 
 
 def specs(plan: Plan) -> Iterator[tuple[str, str, int]]:
-    """(workload, contestant, round) in the order they run: contestants alternate within a round."""
+    """(workload, contestant, round) in the order they run: contestants alternate within a round.
+
+    The machine itself is measured in the rounds of the first workload.
+    """
     for workload in plan.workloads:
         for number in range(plan.rounds):
             for contestant in plan.contestants:
-                yield workload, contestant, number
+                if workload == plan.workloads[0] or not contestant.startswith("machine"):
+                    yield workload, contestant, number
 
 
 def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str]]:
