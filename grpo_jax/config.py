@@ -29,7 +29,7 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
     True: {  # the tiny model
         "task_args": {"wording": "terse"},
         "objective_args": {"beta": 0.08},
-        "steps": 240,
+        "steps": 320,
         "prompts": 32,
         "group_size": 32,
         "max_new_tokens": 10,

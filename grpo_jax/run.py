@@ -47,7 +47,7 @@ def build(config: TrainConfig) -> Parts:
     objective = PRESETS[config.objective](**config.objective_options())
     tokenizer = load_tokenizer("bytes" if config.model == TINY else config.model)
     if config.model == TINY:
-        model = decoder(tiny_config(tokenizer.vocab_size, config.dtype), remat=False)
+        model = decoder(tiny_config(tokenizer.vocab_size, config.dtype), remat="none", scan=False)
         params = jax.jit(model.init)(jax.random.key(config.seed))
     else:
         model, params = load_pretrained(config.model, dtype=config.dtype)
