@@ -11,6 +11,7 @@ import datetime
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,7 @@ def main(options: Options) -> Report:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that no worker is left behind
     try:
         main(tyro.cli(Options, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
     except (DisagreementError, WorkerError, ValueError, FileNotFoundError) as error:

@@ -5,6 +5,7 @@ grpo_jax: nothing but NumPy, JAX and Tunix is imported.
 """
 
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -47,9 +48,6 @@ class Numbers:
 
     def pad_id(self) -> int:
         return PAD_ID
-
-    def dedup_bos_ids(self, ids):
-        return [int(i) for i in ids]
 
 
 def load(spec):
@@ -144,7 +142,7 @@ class Tunix:
     def prompts(self) -> np.ndarray:
         return np.repeat(self.inputs["prompt_PS"], self.spec.workload.group_size, axis=0)
 
-    def examples(self, tokens_BT, mask_BT, advantage_B, old_BT=None, reference_BT=None) -> list[common.TrainExample]:
+    def examples(self, tokens_BT, mask_BT, advantage_B, old_BT, reference_BT) -> list[common.TrainExample]:
         fields = {
             "prompt_ids": self.prompts(), "prompt_mask": np.ones_like(self.prompts(), bool),
             "completion_ids": tokens_BT, "completion_mask": mask_BT, "advantages": advantage_B,
@@ -172,21 +170,18 @@ class Tunix:
             tokens, flat["mask_PGT"], flat["advantage_PG"], logp + flat["old_noise_PGT"], reference
         )
         loss, norm = self.train(clock, examples)
+        scale = max(1.0, norm / self.spec.clip_norm)
         logp = np.where(flat["mask_PGT"], logp, 0).reshape(self.inputs["mask_PGT"].shape)
-        return {"loss": loss, "grad_norm": norm, "reference_PGT": logp, "gradient": self.gradient()}
+        return {"loss": loss, "grad_norm": norm, "reference_PGT": logp, "gradient": scale * self.gradient()}
 
     def gradient(self) -> np.ndarray:
-        """Up to a factor, the gradient of q in the middle layer: AdamW's first moment after one update."""
-        moments = [
-            leaf for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(self.trainer.optimizer))
-            if all(name in jax.tree_util.keystr(path) for name in ("mu", f"'layers'][{self.middle}]", "q_proj"))
-        ]  # fmt: skip
-        w = np.asarray(moments[0], np.float32)
-        return w.reshape(w.shape[0], -1).T / 0.1
-
-    @property
-    def middle(self) -> int:
-        return self.model.config.num_layers // 2
+        """The clipped gradient of q in the middle layer: AdamW's first moment after one update is 0.1 of it."""
+        middle = str(self.model.config.num_layers // 2)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(nnx.state(self.trainer.optimizer)):
+            names = re.findall(r"\w+", jax.tree_util.keystr(path))
+            if {"mu", "q_proj"} <= set(names) and names[names.index("layers") + 1] == middle:
+                return np.asarray(leaf, np.float32).reshape(leaf.shape[0], -1).T / 0.1
+        raise LookupError("the optimiser's state has no first moment of q in the middle layer")
 
     def step(self, clock) -> np.ndarray:
         completions = self.sample(clock)
@@ -200,7 +195,9 @@ class Tunix:
         mask = np.arange(work.max_new_tokens) < np.array(lengths)[:, None]
         advantage = algo_core.compute_advantages(self.inputs["reward_PG"].reshape(-1), work.group_size)
         reference = self.score(clock, tokens) if work.beta else None
-        self.train(clock, self.examples(tokens, mask, np.asarray(advantage), None, reference))
+        # Some π_old, so that the program compiled for the given batch serves; what it holds costs no time.
+        old = np.zeros(tokens.shape, np.float32) if reference is None else reference
+        self.train(clock, self.examples(tokens, mask, np.asarray(advantage), old, reference))
         return np.array(lengths).reshape(self.inputs["length_PG"].shape)
 
     def reference(self, clock) -> None:
