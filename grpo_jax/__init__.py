@@ -1,8 +1,17 @@
 """Functional GRPO for language models in JAX and Flax: the public names, nothing else."""
 
 from grpo_jax.critic import value_network
+from grpo_jax.devices import SINGLE, pmapped, sharded
 from grpo_jax.loop import train, warm_up
-from grpo_jax.models import DecoderConfig, LanguageModel, decoder, load_pretrained, save_pretrained
+from grpo_jax.models import (
+    DecoderConfig,
+    LanguageModel,
+    decoder,
+    from_apply,
+    from_nnx,
+    load_pretrained,
+    save_pretrained,
+)
 from grpo_jax.objectives import (
     PRESETS,
     Objective,
@@ -23,6 +32,7 @@ from grpo_jax.objectives import (
     standardize,
     token_mean,
 )
+from grpo_jax.parallel import make_mesh
 from grpo_jax.policy import Sampling, completion_logp
 from grpo_jax.rollout import assemble
 from grpo_jax.sampler import generate
@@ -33,6 +43,7 @@ from grpo_jax.types import Batch, Mean, Prompts, Rollout, Sample, TrainState
 
 __all__ = [
     "PRESETS",
+    "SINGLE",
     "Batch",
     "ByteTokenizer",
     "DecoderConfig",
@@ -56,6 +67,8 @@ __all__ = [
     "decoder",
     "diagnostics",
     "dr_grpo",
+    "from_apply",
+    "from_nnx",
     "generate",
     "grpo",
     "gspo",
@@ -63,14 +76,17 @@ __all__ = [
     "k3",
     "load_pretrained",
     "load_tokenizer",
+    "make_mesh",
     "make_train_step",
     "pad_prompts",
     "per_sequence",
     "per_token",
+    "pmapped",
     "pricing",
     "reads",
     "save_pretrained",
     "sequence_mean",
+    "sharded",
     "standardize",
     "token_mean",
     "train",

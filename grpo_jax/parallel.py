@@ -31,6 +31,16 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "embed": "fsdp",
     "layers": None,
     "norm": None,
+    "unknown": "fsdp",  # the largest axis of an array whose axes have no names
+}
+# How the sampler holds the parameters. It reads all of them for every token, so none should cross devices then.
+DECODE_RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = {
+    # Gathered over fsdp: every device decodes its own prompts. For models whose tensor part fits one device.
+    "gather": RULES | {"embed": None, "unknown": None},
+    # Split over fsdp and tensor at once: the devices of an fsdp group decode the same prompts, each a part of a layer.
+    "split": RULES
+    | {"batch": "data", "embed": None}
+    | dict.fromkeys(("vocab", "heads", "kv", "mlp", "unknown"), ("fsdp", "tensor")),
 }
 SMALL = 1024  # entries up to which an array without named axes is replicated: splitting it would save nothing
 
@@ -53,6 +63,17 @@ def make_mesh(data: int = 1, fsdp: int = 1, tensor: int = 1, devices: Sequence |
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=known[:needed])
 
 
+def mesh_sizes(text: str) -> dict[str, int]:
+    """`"data=4,fsdp=2"` as the arguments of `make_mesh`."""
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, number = part.strip().partition("=")
+        if name not in AXES or name in sizes or not number.isdecimal() or int(number) < 1:
+            raise ValueError(f"a mesh is written like data=4,fsdp=2,tensor=1 with axes of {AXES}, got {text!r}")
+        sizes[name] = int(number)
+    return sizes
+
+
 def replicated(mesh: Mesh) -> NamedSharding:
     """The whole array on every device."""
     return NamedSharding(mesh, PartitionSpec())
@@ -60,38 +81,45 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 def prompt_parts(mesh: Mesh) -> int:
     """The number of parts that the prompts of a batch are spread over."""
-    return math.prod(mesh.shape[axis] for axis in RULES["batch"])
+    return _ways(mesh, RULES["batch"])
 
 
-def array_sharding(mesh: Mesh, shape: tuple[int, ...], names: str | None = None) -> NamedSharding:
+def _tuple(rule: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (rule,) if isinstance(rule, str) else rule or ()
+
+
+def _ways(mesh: Mesh, rule: str | tuple[str, ...] | None) -> int:
+    return math.prod(mesh.shape[axis] for axis in _tuple(rule))
+
+
+def array_sharding(mesh: Mesh, shape: tuple[int, ...], names: str | None = None, rules: dict = RULES) -> NamedSharding:
     """The sharding of one array: by the names of its axes, or by the fallback rule where they are unknown.
 
     `names` holds one logical name an axis ("layers embed heads"). An axis whose size the mesh does not divide stays
-    whole, and no mesh axis is used twice. Without names the largest axis that fsdp divides is spread over fsdp (the
-    first of equals); arrays of at most `SMALL` entries are replicated.
+    whole, and no mesh axis is used twice. Without names the largest axis that divides is spread by the rule "unknown"
+    (the first of equals); arrays of at most `SMALL` entries are replicated.
     """
     spec: list = [None] * len(shape)
     if names is None:
-        size = mesh.shape["fsdp"]
-        axes = [axis for axis, length in enumerate(shape) if length % size == 0]
-        if axes and math.prod(shape) > SMALL:
-            spec[max(axes, key=lambda axis: (shape[axis], -axis))] = "fsdp"
+        rule = rules["unknown"]
+        axes = [axis for axis, length in enumerate(shape) if length % _ways(mesh, rule) == 0]
+        if rule and axes and math.prod(shape) > SMALL:
+            spec[max(axes, key=lambda axis: (shape[axis], -axis))] = rule
         return NamedSharding(mesh, PartitionSpec(*spec))
     logical = names.split()
     if len(logical) != len(shape):
         raise ValueError(f"axes {names!r} name {len(logical)} axes, the array has shape {shape}")
-    if unknown := [name for name in logical if name not in RULES]:
-        raise ValueError(f"axes {names!r}: {', '.join(unknown)} not in the table of rules ({', '.join(RULES)})")
+    if unknown := [name for name in logical if name not in rules]:
+        raise ValueError(f"axes {names!r}: {', '.join(unknown)} not in the table of rules ({', '.join(rules)})")
     for axis, (name, length) in enumerate(zip(logical, shape, strict=True)):
-        rule = RULES[name]
-        wanted = (rule,) if isinstance(rule, str) else rule or ()
-        used = {one for entry in spec if entry for one in (entry if isinstance(entry, tuple) else (entry,))}
-        if wanted and not used & set(wanted) and length % math.prod(mesh.shape[one] for one in wanted) == 0:
+        rule = rules[name]
+        used = {one for entry in spec for one in _tuple(entry)}
+        if rule and not used & set(_tuple(rule)) and length % _ways(mesh, rule) == 0:
             spec[axis] = rule
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def param_shardings(mesh: Mesh, model_or_axes: Any, params: Params) -> Any:
+def param_shardings(mesh: Mesh, model_or_axes: Any, params: Params, rules: dict = RULES) -> Any:
     """The sharding of every array of a tree: parameters, or anything that holds arrays of their names and shapes.
 
     `model_or_axes` is a `LanguageModel`, or its `axes`: pairs of a path ("layers/q") and the names of the axes there
@@ -106,7 +134,7 @@ def param_shardings(mesh: Mesh, model_or_axes: Any, params: Params) -> Any:
         keys, shape = _keys(path), np.shape(x)
         ends = (named.get(keys[start:]) for start in range(len(keys)))
         names = next((n for n in ends if n is not None and len(n.split()) == len(shape)), None)
-        return array_sharding(mesh, shape, names)
+        return array_sharding(mesh, shape, names, rules)
 
     return jax.tree_util.tree_map_with_path(one, params)
 
@@ -124,22 +152,37 @@ def state_shardings(
     return param_shardings(mesh, model_or_axes, TrainState(step, shapes, jax.eval_shape(optimizer.init, shapes)))
 
 
-def batch_shardings(mesh: Mesh, batch: Any) -> Any:
+def batch_shardings(mesh: Mesh, batch: Any, rules: dict = RULES) -> Any:
     """Prompts, the first axis of every array, over data and fsdp; scalars on every device.
 
     Raises ValueError where the prompts do not divide.
     """
-    parts = prompt_parts(mesh)
+    rule = rules["batch"]
 
     def one(x: Any) -> NamedSharding:
         shape = np.shape(x)
-        if not shape:
-            return replicated(mesh)
-        if shape[0] % parts:
+        if shape and shape[0] % _ways(mesh, rule):
+            spread = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in _tuple(rule))
             raise ValueError(
-                f"{shape[0]} prompts cannot be spread evenly over data {mesh.shape['data']} × fsdp "
-                f"{mesh.shape['fsdp']} = {parts} devices: the number of prompts must be a multiple of {parts}"
+                f"{shape[0]} prompts cannot be spread evenly over {spread}: the number of prompts must be a multiple "
+                f"of {_ways(mesh, rule)}"
             )
-        return NamedSharding(mesh, PartitionSpec(RULES["batch"]))
+        return NamedSharding(mesh, PartitionSpec(rule)) if shape else replicated(mesh)
 
     return jax.tree.map(one, batch)
+
+
+def moved_bytes(mesh: Mesh, model_or_axes: Any, params: Params, decode: str = "gather") -> int:
+    """Bytes that the busiest device receives when parameters go from the layout of training to that of decoding."""
+    before, after = (param_shardings(mesh, model_or_axes, params, rules) for rules in (RULES, DECODE_RULES[decode]))
+    received = dict.fromkeys(mesh.devices.flat, 0)
+    for x, old, new in zip(*map(jax.tree.leaves, (params, before, after)), strict=True):
+        had, needed = old.devices_indices_map(x.shape), new.devices_indices_map(x.shape)
+        for device in received:
+            ranges = [
+                (range(*a.indices(n)), range(*b.indices(n)))
+                for a, b, n in zip(had[device], needed[device], x.shape, strict=True)
+            ]
+            kept = math.prod(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in ranges)
+            received[device] += x.dtype.itemsize * (math.prod(len(b) for _, b in ranges) - kept)
+    return max(received.values())

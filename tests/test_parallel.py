@@ -93,7 +93,10 @@ def test_optimiser_moments_lie_where_their_parameters_do(critic):
 def test_batches_are_spread_over_data_and_fsdp():
     batch = {"tokens": jnp.zeros((16, 2, 3)), "adv": 0.0}
     assert specs(batch_shardings(MESH, batch)) == {"tokens": PartitionSpec(("data", "fsdp")), "adv": PartitionSpec()}
-    with pytest.raises(ValueError, match="12 prompts cannot be spread evenly over data 2 × fsdp 4 = 8"):
+    with pytest.raises(
+        ValueError,
+        match=r"12 prompts cannot be spread evenly over data 2 × fsdp 4: the number of prompts must be a multiple of 8",
+    ):
         batch_shardings(MESH, jnp.zeros((12, 2)))
 
 

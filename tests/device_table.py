@@ -1,0 +1,329 @@
+"""Runs training, sampling and scoring on eight simulated devices in every layout, and prints how far from one device.
+
+`JAX_NUM_CPU_DEVICES=8 python tests/device_table.py` prints one JSON object a line; test_devices.py reads them.
+"""
+
+import json
+import sys
+import time
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from nnx_toy import Averager
+from objective_batches import REQUIRED
+from toy import V as BYTES
+from toy import bigram, letters
+
+from grpo_jax.config import TrainConfig
+from grpo_jax.critic import value_network
+from grpo_jax.devices import SINGLE, pmapped, sharded
+from grpo_jax.evaluate import evaluate
+from grpo_jax.loop import begin, train, warm_up
+from grpo_jax.models import DecoderConfig, decoder, from_nnx
+from grpo_jax.objectives import PRESETS, ema, reads
+from grpo_jax.parallel import make_mesh
+from grpo_jax.policy import Sampling
+from grpo_jax.rollout import assemble, score
+from grpo_jax.run import devices_of as devices_of_config
+from grpo_jax.sampler import generate
+from grpo_jax.tokenizer import ByteTokenizer
+from grpo_jax.train_step import make_train_step
+from grpo_jax.types import Prompts, Rollout
+
+P, G, S, T, V = 32, 3, 5, 4, 64
+MODEL = decoder(DecoderConfig(V, 16, 32, 1, 8, 8, 2, tie_word_embeddings=False, attention_bias=True), remat="none")
+CRITIC = value_network(MODEL)
+SAMPLING = Sampling(temperature=0.9, top_p=0.95)
+
+PMAP = {f"pmap {n}": (n,) for n in (1, 2, 4, 8)}
+MESHES = {f"{axis} {n}": {axis: n} for axis in ("data", "fsdp", "tensor") for n in (2, 4, 8)} | {
+    "data 1": {"data": 1},
+    "data 2 fsdp 2": {"data": 2, "fsdp": 2},
+    "fsdp 2 tensor 2": {"fsdp": 2, "tensor": 2},
+    "data 2 tensor 4": {"data": 2, "tensor": 4},
+    "data 2 fsdp 2 tensor 2": {"data": 2, "fsdp": 2, "tensor": 2},
+}
+MIXED = "data 2 fsdp 2 tensor 2"
+LAYOUTS = (*PMAP, *MESHES)
+# One preset for each normaliser: sequences, tokens, a fixed length, tokens of groups with signal, sequences (sums).
+NORMALISERS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
+MICROBATCHES = (1, 2, 4)
+
+
+@cache
+def devices_of(layout: str, decode: str = "gather", axes=MODEL.axes):
+    if layout == "single":
+        return SINGLE
+    if layout in PMAP:
+        return pmapped(*PMAP[layout])
+    return sharded(make_mesh(**MESHES[layout]), axes, decode)
+
+
+def expose() -> optax.GradientTransformation:
+    """Keeps the gradient in the optimiser's state."""
+    return optax.GradientTransformation(lambda params: jax.tree.map(jnp.zeros_like, params), lambda g, *_: (g, g))
+
+
+OPTIMIZER = optax.chain(expose(), optax.sgd(0.5, momentum=0.9))
+
+
+@cache
+def parameters():
+    params = jax.jit(MODEL.init)(jax.random.key(0))
+    return jax.tree.map(lambda x: x + 0.3 * jax.random.normal(jax.random.key(x.size), x.shape), params)
+
+
+@cache
+def prompts() -> Prompts:
+    rng = np.random.default_rng(0)
+    mask = np.arange(S) >= rng.integers(0, S, (P, 1))
+    return Prompts(rng.integers(0, V, (P, S)).astype(np.int32), mask)
+
+
+@cache
+def material():
+    """A rollout with uneven lengths, an old policy that is not the current one, rewards with gaps, and every field."""
+    rng = np.random.default_rng(1)
+    mask = np.arange(T) < rng.integers(1, T + 1, (P, G))[..., None]
+    tokens = rng.integers(0, V, (P, G, T)).astype(np.int32)
+    rollout = Rollout(prompts(), tokens, mask, np.zeros((P, G, T), np.float32), rng.random((P, G)) < 0.7)
+    logp = np.asarray(score(MODEL, parameters(), rollout, sampling=SAMPLING)[0])
+    noise = lambda scale: np.where(mask, rng.normal(0, scale, mask.shape), 0).astype(np.float32)
+    rollout = rollout._replace(logp_PGT=logp + noise(0.3))
+    reward = rng.normal(size=(P, G)).astype(np.float32)
+    reward[3, 1], reward[5] = np.nan, 0.5
+    last = np.arange(T) == mask.sum(-1, keepdims=True) - 1
+    fields = {
+        "ref_logp_T": logp + noise(0.5),
+        "reward_T": np.where(last, reward[..., None], np.nan).astype(np.float32),
+        "entropy_T": np.abs(noise(1.0)),
+        "old_value_T": noise(1.0),
+        "age": np.zeros((P, G), np.int32),
+    }
+    return rollout, reward, fields
+
+
+def objective_of(name: str):
+    return PRESETS[name](**REQUIRED.get(name, {}))
+
+
+def update(layout: str, name: str, microbatches: int, build=make_train_step) -> dict:
+    """Two updates: loss, gradients, parameters, momentum and metrics."""
+    devices, objective = devices_of(layout), objective_of(name)
+    critic = CRITIC if "value_T" in reads(objective) else None
+    rollout, reward, fields = material()
+    if name == "gdpo":
+        reward = np.stack([reward, reward**2], axis=1)
+    used = {field: x for field, x in fields.items() if field in reads(objective)}
+    batch = devices.whole_batch(partial(assemble, objective), ("rows", "rows"), "rows")(
+        devices.put_rows(rollout), devices.put_rows(reward), **devices.put_rows(used)
+    )
+    step = build(
+        MODEL, objective, OPTIMIZER, microbatches=microbatches, sampling=SAMPLING, critic=critic,
+        axis_name=devices.axis_name, chunk=8,
+    )  # fmt: skip
+    step = devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
+    state, metrics = step(begin(parameters(), OPTIMIZER, 0, critic, devices).state, batch)
+    first = jax.device_get({"grads": state.opt_state[0], "metrics": metrics})
+    state, _ = step(state, batch)
+    return first | jax.device_get({"params": state.params, "momentum": state.opt_state[1]})
+
+
+reference = cache(partial(update, "single", microbatches=1))
+
+
+def norm(tree) -> float:
+    return float(np.sqrt(sum(np.sum(np.square(np.asarray(x, np.float64))) for x in jax.tree.leaves(tree))))
+
+
+def far(got, wanted) -> float:
+    """‖got − wanted‖ / ‖wanted‖."""
+    return norm(jax.tree.map(lambda a, b: np.asarray(a, np.float64) - b, got, wanted)) / norm(wanted)
+
+
+def compare(layout: str, name: str, microbatches: int, build=make_train_step) -> dict:
+    began = time.perf_counter()
+    got, wanted = update(layout, name, microbatches, build), reference(name)
+    distances = {part: far(got[part], wanted[part]) for part in ("grads", "params", "momentum")}
+    metrics = {key: abs(float(got["metrics"][key]) - float(x)) for key, x in wanted["metrics"].items()}
+    sizes = {key: abs(float(x)) for key, x in wanted["metrics"].items()}
+    return {
+        "layout": layout, "preset": name, "microbatches": microbatches, **distances, "metrics": metrics,
+        "sizes": sizes, "seconds": time.perf_counter() - began,
+    }  # fmt: skip
+
+
+def build_mean_of_means(*parts, axis_name, **options):
+    """What must not pass: every device divides by its own weight, and the updates are averaged."""
+    step = make_train_step(*parts, **options)
+    return lambda state, batch: jax.lax.pmean(step(state, batch), axis_name)
+
+
+def drawn(layout: str, decode: str) -> Rollout:
+    devices = devices_of(layout, decode)
+    draw = devices.per_prompt(
+        partial(generate, MODEL, group_size=G, max_new_tokens=6, stop_ids=(1, 2, 3), **SAMPLING._asdict()),
+        ("decode", "prompts", "whole", "first"), "rows",
+    )  # fmt: skip
+    weights = devices.for_decoding(devices.put("state", parameters()))
+    return draw(weights, devices.put_rows(prompts()), jax.random.key(3), 7)
+
+
+def sampled(layout: str, decode: str = "gather") -> dict:
+    """Completions and what `score` says of them."""
+    began = time.perf_counter()
+    devices = devices_of(layout, decode)
+    rollout, wanted = drawn(layout, decode), drawn("single", "gather")
+    scorer = partial(score, MODEL, sampling=SAMPLING, with_entropy=True)
+    scorer = devices.per_prompt(scorer, ("state", "rows"), ("rows", "rows"))
+    logp, entropy = scorer(devices.put("state", parameters()), rollout)
+    wanted_logp, wanted_entropy = score(MODEL, parameters(), wanted, sampling=SAMPLING, with_entropy=True)
+    return {
+        "layout": layout,
+        "decode": decode,
+        "different": int(np.sum(np.asarray(rollout.tokens_PGT) != np.asarray(wanted.tokens_PGT))),
+        "distinct": len(np.unique(np.asarray(wanted.tokens_PGT))),
+        "lengths": sorted({int(n) for n in np.asarray(wanted.mask_PGT).sum(-1).ravel()}),
+        "masks": int(np.sum(np.asarray(rollout.mask_PGT) != np.asarray(wanted.mask_PGT))),
+        "logp": far(rollout.logp_PGT, np.asarray(wanted.logp_PGT)),
+        "score": far(logp, np.asarray(wanted_logp)),
+        "entropy": far(entropy, np.asarray(wanted_entropy)),
+        "seconds": time.perf_counter() - began,
+    }
+
+
+@cache
+def loop_parts(name: str):
+    """(model, parameters, objective, critic) of a whole run."""
+    if name == "nnx":
+        model, params = from_nnx(Averager(BYTES, 16, nnx.Rngs(0)), vocab_size=BYTES)
+        return model, params, PRESETS["grpo"](), None
+    model = bigram()
+    return model, model.init(jax.random.key(0)), PRESETS[name](), value_network(model) if name == "ppo" else None
+
+
+@cache
+def run(layout: str, name: str) -> dict:
+    """Warm-up, two iterations of `train` and an evaluation, of models whose axes nobody named."""
+    (model, params, objective, critic), devices = loop_parts(name), devices_of(layout, axes=None)
+    task, tokenizer, rule = letters(train_size=10), ByteTokenizer(), optax.sgd(0.1, momentum=0.5)
+    *_, (warm, warm_metrics) = warm_up(model, params, task, tokenizer, rule, steps=2, batch_size=8, devices=devices)
+    results = list(train(
+        model, warm.params, task, tokenizer, objective, rule, steps=2, prompts_per_step=8, group_size=3,
+        max_new_tokens=5, microbatches=2, critic=critic, update_reference=partial(ema, decay=0.5), devices=devices,
+    ))  # fmt: skip
+    saved, metrics = results[-1][0], {"warm-up": float(warm_metrics["loss"])}
+    for _, found in results:
+        completions = found.pop("completions")
+        metrics |= {f"{n} {found['iteration']}": x for n, x in found.items() if not n.startswith("seconds")}
+    evaluation = evaluate(
+        model, params, tokenizer, task, task.held_out, max_new_tokens=4, samples=2, sampling=Sampling(),
+        key=jax.random.key(5), batch_size=3, devices=devices,
+    )  # fmt: skip
+    spread = [x for x in jax.tree.leaves(saved.state.params) if not x.sharding.is_fully_replicated]
+    return {
+        "params": jax.device_get((saved.state.params, saved.reference)), "metrics": metrics, "spread": len(spread),
+        "texts": [row["completion"] for row in completions], "evaluation": jax.tree.map(np.asarray, evaluation),
+    }  # fmt: skip
+
+
+def whole_run(layout: str, name: str) -> dict:
+    began = time.perf_counter()
+    got, wanted = run(layout, name), run("single", name)
+    same = jax.tree.map(
+        lambda a, b: np.array_equal(a, b, equal_nan=a.dtype.kind == "f"), *(x["evaluation"] for x in (got, wanted))
+    )
+    return {
+        "layout": layout, "model": name, "params": far(got["params"], wanted["params"]), "spread": got["spread"],
+        "same texts": got["texts"] == wanted["texts"], "distinct": len(set(wanted["texts"])),
+        "same evaluation": all(jax.tree.leaves(same)), "names": got["metrics"].keys() == wanted["metrics"].keys(),
+        "metrics": {n: abs(x - got["metrics"][n]) / max(1.0, abs(x)) for n, x in wanted["metrics"].items()},
+        "seconds": time.perf_counter() - began,
+    }  # fmt: skip
+
+
+def refused() -> dict:
+    """The messages of what does not fit."""
+    (model, params, objective, _), rule = loop_parts("grpo"), optax.sgd(0.1)
+    run_ = lambda layout, **options: next(train(
+        model, params, letters(), ByteTokenizer(), objective, rule, steps=1, group_size=2, max_new_tokens=2,
+        devices=devices_of(layout, axes=None), **options,
+    ))  # fmt: skip
+    warm = lambda: next(
+        warm_up(model, params, letters(), ByteTokenizer(), rule, steps=1, batch_size=6, devices=devices_of("data 4"))
+    )
+    attempts = {
+        "prompts": lambda: run_("pmap 4", prompts_per_step=6),
+        "cuts": lambda: run_("data 2 fsdp 2", prompts_per_step=4, microbatches=2),
+        "warm-up": warm,
+        "decode": lambda: sharded(make_mesh(), None, "splt"),
+        "devices": lambda: pmapped(9),
+    }
+    messages = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+        except ValueError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def moved() -> dict:
+    """Bytes that decoding moves, as told and as the arrays on a device say; what a configuration builds."""
+    devices = devices_of("fsdp 4")
+    params = devices.put("state", parameters())
+    on_device = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
+    config = TrainConfig(mesh="fsdp=2,tensor=2", decode_weights="split", prompts=4)
+    built = devices_of_config(config, MODEL)
+    split = devices_of("fsdp 2 tensor 2", "split")
+    return {
+        "told": devices.moved_bytes(params),
+        "counted": on_device(devices.for_decoding(params)) - on_device(params),
+        "built": [built.name, built.parts, built.moved_bytes(params)],
+        "split": [split.name, split.parts, split.moved_bytes(params)],
+        "gather": devices_of("fsdp 2 tensor 2").moved_bytes(params),
+        "pmap": devices_of_config(TrainConfig(pmap=4, prompts=4), MODEL).name,
+        "single": devices_of_config(TrainConfig(), MODEL) is SINGLE,
+        "data": devices_of("data 4").moved_bytes(params),
+    }
+
+
+RUNS = (("pmap 4", "ppo"), (MIXED, "ppo"), ("fsdp 4", "nnx"), ("pmap 2", "grpo"))
+
+
+def main() -> None:
+    jax.config.update("jax_disable_most_optimizations", True)
+    tell = lambda kind, row: print(json.dumps({"kind": kind} | row), flush=True)
+    wanted = sys.argv[1:] or ["refused", "moved", "runs", "sampler", "wrong", "presets", "update"]
+    if "refused" in wanted:
+        tell("refused", refused())
+    if "moved" in wanted:
+        tell("moved", moved())
+    if "runs" in wanted:
+        for layout, name in RUNS:
+            tell("runs", whole_run(layout, name))
+    if "sampler" in wanted:
+        for layout in LAYOUTS:
+            tell("sampler", sampled(layout))
+        for layout in ("fsdp 4", MIXED):
+            tell("sampler", sampled(layout, "split"))
+    if "wrong" in wanted:
+        for name in ("grpo", "dapo"):
+            tell("wrong", compare("pmap 4", name, 1, build_mean_of_means))
+    if "presets" in wanted:
+        for name in PRESETS:
+            tell("presets", compare(MIXED, name, 2))
+    if "update" in wanted:
+        for i, layout in enumerate(LAYOUTS):
+            for j, microbatches in enumerate(MICROBATCHES):
+                # Every layout with every cut; the normaliser goes round, so that each meets every kind of layout.
+                name = NORMALISERS[(i + 2 * j) % len(NORMALISERS)]
+                tell("update", compare(layout, name, microbatches))
+
+
+if __name__ == "__main__":
+    main()

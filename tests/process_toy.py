@@ -1,0 +1,36 @@
+"""The command line on the toy task of toy.py as one of several processes, with a reward that misbehaves on demand.
+
+`FAULT` is "die", "raise" or "slow", and happens in this process at the reward's call number `FAULT_AT`.
+"""
+
+import itertools
+import os
+import signal
+import sys
+import time
+
+import pytest
+import toy
+
+from grpo_jax import cli, processes
+
+calls = itertools.count(1)
+
+
+def reward(completion: str) -> float | None:
+    if next(calls) == int(os.environ.get("FAULT_AT", 0)):
+        fault = os.environ["FAULT"]
+        if fault == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault == "raise":
+            raise ZeroDivisionError("the judge is out")
+        time.sleep(5)
+    return toy.ascii_share(completion)
+
+
+if __name__ == "__main__":
+    letters = toy.letters
+    toy.letters = lambda **options: letters(**options)._replace(reward=reward)
+    toy.install(pytest.MonkeyPatch())
+    processes.POLL_SECONDS, processes.HEARTBEAT_SECONDS = 1, 10
+    sys.exit(cli.main())

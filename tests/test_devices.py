@@ -1,0 +1,113 @@
+"""One device, `pmap` and meshes give equal numbers: the table that device_table.py makes on eight simulated devices."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from device_table import LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, RUNS
+
+from grpo_jax.objectives import PRESETS
+
+CLOSE = 1e-6
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="module")
+def table():
+    """The rows, by kind."""
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(HERE)}
+    program = subprocess.run(
+        [sys.executable, HERE / "device_table.py"], env=environment, capture_output=True, text=True, cwd=HERE.parent
+    )
+    assert program.returncode == 0, program.stderr[-3000:]
+    rows = [json.loads(line) for line in program.stdout.splitlines()]
+    return {kind: [row for row in rows if row["kind"] == kind] for kind in {row["kind"] for row in rows}}
+
+
+def check(row):
+    """Distances of vectors are relative to their norm, of metrics to their size or 1."""
+    for part in ("grads", "params", "momentum"):
+        assert row[part] <= CLOSE, (part, row)
+    for name, distance in row["metrics"].items():
+        assert distance <= CLOSE * max(1.0, row["sizes"][name]), (name, row)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_updates_equal_those_of_one_device(table, layout):
+    """Law: loss, gradients, two updates and metrics, with uneven lengths, under any cut into micro-batches."""
+    rows = [row for row in table["update"] if row["layout"] == layout]
+    assert {row["microbatches"] for row in rows} == set(MICROBATCHES)
+    for row in rows:
+        check(row)
+
+
+def test_every_normaliser_meets_every_kind_of_layout(table):
+    """The table goes round the normalisers; what it must not miss."""
+    kind = lambda row: "mixed" if row["layout"].count(" ") > 1 else row["layout"].split()[0]
+    met = {(kind(row), row["preset"]) for row in table["update"]}
+    assert met == {(k, name) for k in ("pmap", "data", "fsdp", "tensor", "mixed") for name in NORMALISERS}
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_on_a_mixed_mesh(table, name):
+    (row,) = (row for row in table["presets"] if row["preset"] == name)
+    assert (row["layout"], row["microbatches"]) == (MIXED, 2)
+    check(row)
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo"])
+def test_a_mean_of_means_fails_the_comparison(table, name):
+    (row,) = (row for row in table["wrong"] if row["preset"] == name)
+    assert min(row["grads"], row["momentum"]) > 1000 * CLOSE
+    with pytest.raises(AssertionError):
+        check(row)
+
+
+@pytest.mark.parametrize(
+    ("layout", "decode"), [(n, "gather") for n in LAYOUTS] + [("fsdp 4", "split"), (MIXED, "split")]
+)
+def test_sampled_tokens_are_identical(table, layout, decode):
+    """Law: the noise of a token depends on its prompt's and its sample's index; and `score` gives equal numbers."""
+    (row,) = (row for row in table["sampler"] if (row["layout"], row["decode"]) == (layout, decode))
+    assert (row["different"], row["masks"]) == (0, 0)
+    assert row["distinct"] > 20
+    assert len(row["lengths"]) > 3
+    for part in ("logp", "score", "entropy"):
+        assert row[part] <= CLOSE, (part, row)
+
+
+@pytest.mark.parametrize(("layout", "name"), RUNS)
+def test_whole_runs_of_unknown_models_are_equal(table, layout, name):
+    """Warm-up, training with reference, critic and entropy, evaluation: the same texts, metrics and parameters."""
+    (row,) = (row for row in table["runs"] if (row["layout"], row["model"]) == (layout, name))
+    assert row["same texts"]
+    assert row["same evaluation"]
+    assert row["names"]
+    assert row["distinct"] > 10
+    assert row["params"] <= CLOSE
+    assert max(row["metrics"].values()) <= 1e-5, row["metrics"]
+    assert (row["spread"] > 0) == (not layout.startswith("pmap")), "a mesh with fsdp must spread some parameter"
+
+
+def test_what_does_not_fit_is_refused(table):
+    (row,) = table["refused"]
+    assert (
+        "prompts_per_step (6) must be a multiple of 4 devices: prompts are spread evenly over pmap over 4"
+        in row["prompts"]
+    )
+    assert "prompts_per_step (4) must be a multiple of 4 devices × 2 micro-batches" in row["cuts"]
+    assert "batch_size (6) must be a multiple of 4 devices" in row["warm-up"]
+    assert "decode must be one of ('gather', 'split'), got 'splt'" in row["decode"]
+    assert "needs 9 devices, there are 8" in row["devices"]
+
+
+def test_the_cost_of_decoding_is_told(table):
+    """Bytes that a device receives are the difference of what it holds; configurations build what they name."""
+    (row,) = table["moved"]
+    assert row["told"] == row["counted"] > 0
+    assert row["built"] == row["split"]
+    assert 0 < row["split"][2] < row["gather"]
+    assert (row["pmap"], row["single"], row["data"]) == ("pmap over 4", True, 0)
