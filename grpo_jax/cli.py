@@ -1,10 +1,11 @@
-"""grpo-jax train | eval | sample: the command line.
+"""grpo-jax train | eval | sample | plan: the command line.
 
 Left out on purpose: anything a program could not do with the library; every command is a few calls of it.
 """
 
 import dataclasses
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +14,11 @@ from rich.console import Console
 from rich.text import Text
 
 from grpo_jax.config import TrainConfig, at_least, flag, load_config
+from grpo_jax.plan import PlanConfig
+from grpo_jax.processes import ProcessError
 
 RUNS = "runs"
+WHERE = ("mesh", "pmap", "decode_weights")  # options that change no number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +26,9 @@ class Train(TrainConfig):
     __doc__ = TrainConfig.__doc__
 
     resume: str | None = None
-    """A run folder to continue behind its newest checkpoint, with the options it was started with."""
+    """A run folder to continue behind its newest checkpoint, with the options it was started with, but for devices."""
+    distributed: str | None = None
+    """Several processes: "auto" on TPU pods and under Slurm, or HOST:PORT,PROCESSES,INDEX, HOST:PORT of process 0."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,8 @@ class Eval:
     """Length limit in tokens; None takes that of the run."""
     seed: int = 0
     """Of the samples for pass@k."""
+    mesh: str | None = None
+    """Devices to evaluate on, e.g. data=4; None: one."""
     json: bool = False
     """Print the figures as one JSON object."""
 
@@ -75,10 +83,19 @@ class Sample:
     """Print the answers as one JSON object."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Plan(PlanConfig):
+    __doc__ = PlanConfig.__doc__
+
+    json: bool = False
+    """Print the figures as one JSON object."""
+
+
 Command = (
     Annotated[Train, tyro.conf.subcommand("train")]
     | Annotated[Eval, tyro.conf.subcommand("eval")]
     | Annotated[Sample, tyro.conf.subcommand("sample")]
+    | Annotated[Plan, tyro.conf.subcommand("plan")]
 )
 
 
@@ -89,16 +106,33 @@ def changed(command: Any, *fields: str) -> str:
 
 
 def train(command: Train) -> None:
-    from grpo_jax import run
+    from grpo_jax import processes, run
 
     config = TrainConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(TrainConfig)})
-    if command.resume is None:
-        out = config.out or str(run.next_folder(RUNS, f"{config.task}-{Path(config.model).name}"))
-        run.train(dataclasses.replace(config, out=out).resolved())
-        return
-    if given := changed(config, *(f.name for f in dataclasses.fields(TrainConfig))):
+    fixed = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in WHERE]
+    if command.resume is not None and (given := changed(config, *fixed)):
         raise ValueError(f"--resume takes every option from the run's config.json; leave out {given}")
-    run.train(dataclasses.replace(load_config(command.resume), out=command.resume), resume=True)
+    if command.distributed is not None:
+        processes.join(command.distributed)
+    try:
+        if command.resume is not None:
+            run.train(_elsewhere(load_config(command.resume), config, command.resume), resume=True)
+            return
+        free = partial(run.next_folder, RUNS, f"{config.task}-{Path(config.model).name}")
+        out = config.out or str(processes.together(free)[0])
+        run.train(dataclasses.replace(config, out=out).resolved())
+    except processes.ProcessError:
+        raise
+    except Exception as error:
+        if command.distributed is None:
+            raise
+        processes.abandon(error)
+
+
+def _elsewhere(config: TrainConfig, given: TrainConfig, out: str) -> TrainConfig:
+    """The configuration of a run, on the devices that are given now if any are."""
+    moved = {name: getattr(given, name) for name in WHERE} if given.mesh or given.pmap else {}
+    return dataclasses.replace(config, out=out, **moved)
 
 
 def evaluate(command: Eval) -> None:
@@ -121,7 +155,7 @@ def evaluate(command: Eval) -> None:
     sampling = Sampling(command.temperature, command.top_k, command.top_p).checked()
     if command.k and sampling.temperature == 0:
         raise ValueError("--temperature must be above 0 for pass@k: greedy samples are all the same")
-    opened = run.open_run(command.run, command.checkpoint)
+    opened = run.open_run(command.run, command.checkpoint, mesh=command.mesh)
     config = dataclasses.replace(
         opened.config,
         eval_rows=command.rows or opened.config.eval_rows,
@@ -192,12 +226,34 @@ def sample(command: Sample) -> None:
     print(json_text({"question": command.text, "answers": texts}) if command.json else "\n".join(texts))
 
 
+def plan(command: Plan) -> None:
+    import jax
+
+    from grpo_jax.plan import make_plan
+    from grpo_jax.plan_report import figures, show
+    from grpo_jax.report import json_text
+
+    jax.config.update("jax_platforms", "cpu")  # nothing is run: a TPU of this machine is left to others
+    config = PlanConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(PlanConfig)})
+    progress = Console(stderr=True)
+    try:
+        made = make_plan(config, on_program=lambda name: progress.print(f"compiling: {name}", style="dim"))
+    except ModuleNotFoundError as error:
+        if error.name != "libtpu":
+            raise
+        raise ValueError(str(error)) from None
+    if command.json:
+        print(json_text(figures(made)))
+    else:
+        show(made, Console())
+
+
 def main(arguments: list[str] | None = None) -> int:
     command = tyro.cli(Command, prog="grpo-jax", description=__doc__.splitlines()[0], args=arguments)
-    actions = {Train: train, Eval: evaluate, Sample: sample}
+    actions = {Train: train, Eval: evaluate, Sample: sample, Plan: plan}
     try:
         actions[type(command)](command)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, ProcessError) as error:
         message = Text.assemble(("error: ", "bold red"), str(error))  # not markup: a message may hold brackets
         Console(stderr=True).print(message, soft_wrap=True)
         return 2

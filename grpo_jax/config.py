@@ -18,7 +18,9 @@ import tyro
 
 from grpo_jax.loop import ON_ERROR
 from grpo_jax.models import DecoderConfig
+from grpo_jax.models.decoder import REMAT
 from grpo_jax.objectives import PRESETS
+from grpo_jax.parallel import DECODE_RULES, mesh_sizes
 from grpo_jax.policy import Sampling
 from grpo_jax.tasks import TASKS
 from grpo_jax.train_step import OLD_LOGP, SCHEDULES
@@ -39,6 +41,10 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "eval_every": 40,
         "eval_batch": 256,
         "length_buckets": 1,
+        "pack_tokens": False,
+        "skip_idle": False,
+        "compact": 0,
+        "remat": "none",
         "microbatches": 1,
     },
     False: {  # a pretrained model
@@ -54,6 +60,10 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "eval_every": 20,
         "eval_batch": 64,
         "length_buckets": 2,
+        "pack_tokens": True,
+        "skip_idle": True,
+        "compact": 2,
+        "remat": "layer",
         "microbatches": 1,
     },
 }
@@ -95,6 +105,19 @@ class TrainConfig:
             "length_buckets",
             "Lengths an update is compiled for: a batch is cut to the smallest that fits.",
         ),
+    ] = None
+    pack_tokens: Annotated[
+        bool | None, by_model("pack_tokens", "Compute an update's real tokens alone, not the padding (on one device).")
+    ] = None
+    skip_idle: Annotated[
+        bool | None, by_model("skip_idle", "Leave out groups that have no gradient, exactly (on one device).")
+    ] = None
+    compact: Annotated[
+        int | None, by_model("compact", "How often sampling may halve its batch as completions stop.")
+    ] = None
+    remat: Annotated[
+        str | None,
+        by_model("remat", "What a layer keeps for the backward pass: layer (least), attention, dots or none (all)."),
     ] = None
     temperature: float = 1.0
     """Divides the logits, in sampling and in training."""
@@ -155,6 +178,12 @@ class TrainConfig:
     """Checkpoints to keep, besides the first."""
     log_completions: int = 4
     """Completions of an iteration that are written to completions.jsonl."""
+    mesh: str | None = None
+    """Devices to train on, as a mesh with axes data, fsdp and tensor, e.g. data=4,fsdp=2; None: one device."""
+    pmap: int | None = None
+    """Devices to train on with pmap, the whole model on each; instead of --mesh."""
+    decode_weights: str = "gather"
+    """How sampling holds weights of a mesh: whole on each device but for tensor ("gather"), or split over fsdp too."""
     seed: int = 0
     """Of everything random: initial weights, order of rows, sampling."""
     out: str | None = None
@@ -168,6 +197,7 @@ class TrainConfig:
         choose("objective", self.objective, PRESETS)
         choose("dtype", self.dtype, ("float32", "bfloat16", "float16"))
         choose("schedule", self.schedule or "constant", SCHEDULES)
+        choose("remat", self.remat or "none", REMAT)
         choose("old-logp", self.old_logp, OLD_LOGP)
         choose("on-error", self.on_error, ON_ERROR)
         keyword_arguments(TASKS[self.task], self.task_args, "task-args")
@@ -184,7 +214,7 @@ class TrainConfig:
             "length_buckets",
         ):
             at_least(field, getattr(self, field), 1)
-        for field in ("lr_warmup", "warm_up", "log_completions", "weight_decay", "learning_rate", "seed"):
+        for field in ("lr_warmup", "warm_up", "compact", "log_completions", "weight_decay", "learning_rate", "seed"):
             at_least(field, getattr(self, field), 0)
         if self.ref_ema is not None and not 0 <= self.ref_ema <= 1:
             raise ValueError(f"--ref-ema must be between 0 and 1, got {self.ref_ema}")
@@ -203,6 +233,25 @@ class TrainConfig:
             size, count = getattr(self, whole), getattr(self, parts)
             if size is not None and count is not None and size % count:
                 raise ValueError(f"{flag(parts)} ({count}) must divide {flag(whole)} ({size})")
+        self._check_devices()
+
+    def _check_devices(self) -> None:
+        choose("decode-weights", self.decode_weights, DECODE_RULES)
+        at_least("pmap", self.pmap, 1)
+        try:
+            sizes = {} if self.mesh is None else mesh_sizes(self.mesh)
+        except ValueError as error:
+            raise ValueError(f"--mesh: {error}") from None
+        if self.mesh is not None and self.pmap is not None:
+            raise ValueError("--mesh and --pmap are two ways to use several devices; give one of them")
+        if self.mesh is None and self.decode_weights != "gather":
+            raise ValueError("--decode-weights says how a --mesh holds weights, and there is none")
+        parts, cuts = self.pmap or sizes.get("data", 1) * sizes.get("fsdp", 1), self.microbatches or 1
+        if self.prompts is not None and self.prompts % (parts * cuts):
+            raise ValueError(
+                f"--prompts ({self.prompts}) must be a multiple of {parts} × {cuts}: of the devices that they are "
+                "spread over, by the --microbatches that they are cut into"
+            )
 
     @property
     def sampling(self) -> Sampling:

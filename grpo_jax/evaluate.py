@@ -6,13 +6,18 @@ Left out on purpose: benchmarks' own prompt formats; a task renders its prompts.
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import NamedTuple
 
 import jax
 import numpy as np
 
+from grpo_jax.devices import SINGLE, Devices
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.policy import Sampling
+from grpo_jax.processes import together
 from grpo_jax.rewards import score
 from grpo_jax.rollout import completion_texts, encode, prompt_texts
 from grpo_jax.sampler import generate
@@ -50,13 +55,15 @@ def evaluate(
     prompt_length: int | None = None,
     on_error: str = "raise",
     progress: Callable[[int], None] = lambda rows: None,
+    devices: Devices = SINGLE,
 ) -> Evaluation:
     """Completes every row `samples` times and scores it with the task's reward.
 
     Rows go through in batches of one shape (`batch_size` prompts, the last one filled up and cut again), so one program
-    is compiled. `prompt_length` pads prompts to a given width. `key` is needed unless sampling is greedy; row i draws
-    the same noise whatever the batch size. `on_error` is that of `rewards.score`. `progress` is called with the number
-    of rows done.
+    is compiled; a batch is enlarged to a multiple of the parts that `devices` needs. `prompt_length` pads prompts to a
+    given width. `key` is needed unless sampling is greedy; row i draws the same noise whatever the batch size.
+    `on_error` is that of `rewards.score`. `progress` is called with the number of rows done. Of several processes each
+    completes and scores a part of every batch, and all return the whole result.
     """
     if not rows:
         raise ValueError("no rows to evaluate")
@@ -67,37 +74,46 @@ def evaluate(
     if key is None and sampling.temperature != 0:
         raise ValueError("sampling at a temperature needs a key")
     prompts = encode(tokenizer, task.prompt, rows, length=prompt_length)
-    batch_size = min(batch_size, len(rows))
-    rewards, texts, lengths, stopped = [], [], [], []
+    batch_size = -(-min(batch_size, len(rows)) // devices.parts) * devices.parts
+    weights = devices.for_decoding(devices.put("state", params))
+    key = devices.put("whole", jax.random.key(0) if key is None else key)
+    draw = devices.per_prompt(
+        partial(
+            generate, model, group_size=samples, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids,
+            pad_id=tokenizer.pad_id, **sampling._asdict(),
+        ), ("decode", "prompts", "whole", "first"), "rows",
+    )  # fmt: skip
+    held = devices.held(batch_size)
+    mine, done = np.isin(held, devices.own(batch_size)), []
     for start in range(0, len(rows), batch_size):
-        index = np.arange(start, min(start + batch_size, len(rows)))
-        filled = np.concatenate([index, np.zeros(batch_size - len(index), int)])
-        rollout = generate(
-            model, params, jax.tree.map(lambda x, i=filled: x[i], prompts),
-            jax.random.key(0) if key is None else key,
-            group_size=samples, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids,
-            pad_id=tokenizer.pad_id, first_prompt=start, **sampling._asdict(),
-        )  # fmt: skip
-        count = len(index)
-        rollout = jax.tree.map(lambda x, n=count: np.asarray(x)[:n], rollout)
-        part = completion_texts(tokenizer, rollout)
-        part_rows = [rows[i] for i in index]
-        scores = score(task.reward, part_rows, prompt_texts(task, part_rows), part, on_error=on_error)
-        rewards.append(scores.reward_PG)
-        texts += part
-        lengths.append(rollout.mask_PGT.sum(-1))
-        stopped.append(rollout.stopped_PG)
-        progress(len(texts))
-    reward_PN = np.concatenate(rewards)
+        index = start + held
+        part = devices.put_rows(jax.tree.map(lambda x, i=index: x[np.where(i < len(rows), i, 0)], prompts))
+        drawn, scored = devices.fetch(draw(weights, part, key, start)), mine & (index < len(rows))
+        drawn = jax.tree.map(lambda x, kept=scored: x[kept], drawn)
+        judge = partial(_judged, task, tokenizer, rows, index[scored], drawn, on_error)
+        done += sorted(chain(*together(judge)), key=itemgetter(0))
+        progress(len(done))
+    _, rewards, texts, lengths, stopped = zip(*done, strict=True)
+    reward_PN = np.stack(rewards)
     known = ~np.isnan(reward_PN)
     return Evaluation(
         accuracy=float(reward_PN[known].mean()) if known.any() else float("nan"),
         unscorable=int((~known).sum()),
-        length=float(np.concatenate(lengths).mean()),
-        truncated=float(1 - np.concatenate(stopped).mean()),
+        length=float(np.stack(lengths).mean()),
+        truncated=float(1 - np.stack(stopped).mean()),
         reward_PN=reward_PN,
-        texts=texts,
+        texts=list(texts),
     )
+
+
+def _judged(task, tokenizer, rows, index, drawn, on_error) -> list[tuple]:
+    """(place, reward_N, texts, length_N, stopped_N) of some of the rows, whose completions are `drawn`."""
+    if not len(index):
+        return []
+    rows = [rows[i] for i in index]
+    texts = completion_texts(tokenizer, drawn)
+    reward_PN = score(task.reward, rows, prompt_texts(task, rows), texts, on_error=on_error).reward_PG
+    return list(zip(index, reward_PN, texts, drawn.mask_PGT.sum(-1), drawn.stopped_PG, strict=True))
 
 
 def pass_at_k(correct_PN: np.ndarray, k: int) -> float:

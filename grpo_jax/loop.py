@@ -10,6 +10,9 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
+from itertools import chain
+from operator import itemgetter
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +21,11 @@ import optax
 
 from grpo_jax.checkpoint import Saved
 from grpo_jax.critic import Critic, policy_of, with_critic
+from grpo_jax.devices import SINGLE, Devices
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_advantages, reads, reads_in_prepare
 from grpo_jax.policy import CHUNK, Sampling
+from grpo_jax.processes import together
 from grpo_jax.rewards import Scores
 from grpo_jax.rewards import score as score_rewards
 from grpo_jax.rollout import (
@@ -28,6 +33,8 @@ from grpo_jax.rollout import (
     completion_texts,
     encode,
     group_statistics,
+    leave_out_idle,
+    pack,
     prompt_texts,
     score,
     step_rewards,
@@ -66,10 +73,17 @@ def prompt_width(task: Task, tokenizer: Tokenizer, multiple: int = 16) -> int:
     return -(-longest // multiple) * multiple
 
 
-def begin(params: Params, optimizer: optax.GradientTransformation, seed: int, critic: Critic | None = None) -> Saved:
+def begin(
+    params: Params,
+    optimizer: optax.GradientTransformation,
+    seed: int,
+    critic: Critic | None = None,
+    devices: Devices = SINGLE,
+) -> Saved:
     """The state before the first iteration, in buffers of its own, and the root key."""
     key, critic_key = jax.random.split(jax.random.key(seed))
-    return Saved(init_state(with_critic(critic, critic_key, copy(params)), optimizer), key)
+    state = init_state(with_critic(critic, critic_key, copy(devices.put("state", params))), optimizer)
+    return Saved(devices.put("state", state), devices.put("whole", key))
 
 
 def copy(params: Params) -> Params:
@@ -97,6 +111,9 @@ def train(
     old_logp: str = "sampler",
     critic: Critic | None = None,
     length_buckets: int = 4,
+    pack_tokens: bool = False,
+    skip_idle: bool = False,
+    compact: int = 0,
     reward_weights: Sequence[float] | None = None,
     on_error: str = "raise",
     reference: Params | None = None,
@@ -104,6 +121,7 @@ def train(
     saved: Saved | None = None,
     prompt_length: int | None = None,
     chunk: int = CHUNK,
+    devices: Devices = SINGLE,
 ) -> Iterator[tuple[Saved, dict]]:
     """GRPO, one yield of `(saved, metrics)` an iteration: sample, score, update.
 
@@ -117,42 +135,69 @@ def train(
     it after each iteration (the moving reference is then part of `saved`). `reward_weights` weigh several reward
     functions, `on_error="none"` counts failing rewards as unscorable. A `critic` serves objectives that read values;
     the state's parameters are then `{"policy": …, "critic": …}`, while `params` is the policy alone. `length_buckets`
-    is the number of completion lengths the update is compiled for.
+    is the number of completion lengths the update is compiled for. On one device `pack_tokens` computes a batch's real
+    tokens and not the padding between them (`rollout.pack`), and `skip_idle` leaves out groups without a gradient
+    (`rollout.leave_out_idle`); both change no gradient and compile the update for a few more shapes. `compact` is that
+    of `sampler.generate`. `devices` says where all of it runs; the numbers do
+    not depend on it. Of several processes each samples and scores its own prompts.
 
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
-    scoring and updating, and `completions`: prompt, completion, reward of each, as rows.
+    scoring and updating, and `completions`: prompt, completion, reward of each of this process, as rows.
     """
     _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task)
-    step = make_train_step(
-        model, objective, optimizer, microbatches=microbatches, group_microbatches=group_microbatches, epochs=epochs,
-        sampling=sampling, old_logp=old_logp, critic=critic, chunk=chunk,
+    _check_parts("prompts_per_step", prompts_per_step, microbatches, devices)
+
+    def compiled(parts: int) -> Callable:
+        step = make_train_step(
+            model, objective, optimizer, microbatches=parts, group_microbatches=group_microbatches, epochs=epochs,
+            sampling=sampling, old_logp=old_logp, critic=critic, chunk=chunk, axis_name=devices.axis_name,
+        )  # fmt: skip
+        return devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
+
+    step = _of_any_size(compiled, prompts_per_step, microbatches)
+    alone = devices.parts == 1 and jax.process_count() == 1
+    pack_rows, skip = pack_tokens and alone and group_microbatches == 1, skip_idle and alone
+    draw = devices.per_prompt(
+        partial(
+            generate, model, group_size=group_size, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids,
+            pad_id=tokenizer.pad_id, compact=compact, **sampling._asdict(),
+        ), ("decode", "prompts", "whole", "first"), "rows",
     )  # fmt: skip
-    step = jax.jit(step, donate_argnums=0)
-    fill = _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk)
+    gather = devices.whole_batch(partial(assemble, objective), ("rows", "rows"), "rows")
+    fill = _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk, devices)
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
-    state, key, moved = begin(params, optimizer, seed, critic) if saved is None else saved
+    state, key, moved = begin(params, optimizer, seed, critic, devices) if saved is None else saved
     if "ref_logp_T" not in reads(objective):
         reference = None
     elif moved is not None:
         reference = moved
     elif reference is None:
-        reference = copy(params)
+        reference = copy(devices.put("state", params))
+    else:
+        reference = devices.put("state", reference)
+    held, own = devices.held(prompts_per_step), devices.own(prompts_per_step)
     for iteration in range(int(state.step) // epochs, steps):
         started = time.perf_counter()
         rows = rows_of(iteration, task.train, prompts_per_step, seed)
-        rollout = generate(
-            model, policy_of(critic, state.params), encode(tokenizer, task.prompt, rows, length=width),
-            jax.random.fold_in(key, iteration), group_size=group_size, max_new_tokens=max_new_tokens,
-            stop_ids=tokenizer.stop_ids, pad_id=tokenizer.pad_id, **sampling._asdict(),
-        )  # fmt: skip
+        prompts = devices.put_rows(encode(tokenizer, task.prompt, [rows[i] for i in held], length=width))
+        weights = devices.for_decoding(policy_of(critic, state.params))
+        rollout = draw(weights, prompts, jax.random.fold_in(key, iteration), 0)
+        del weights  # the layout of decoding is not kept during the update
         rollout = trim(jax.block_until_ready(rollout), length_buckets)
+        rollout = pack(rollout) if pack_rows else rollout
         sampled = time.perf_counter()
-        texts, questions = completion_texts(tokenizer, rollout), prompt_texts(task, rows)
-        scores = score_rewards(task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error)
+        drawn, rows = devices.fetch(rollout), [rows[i] for i in own]
+        mine = jax.tree.map(lambda x: x[np.isin(held, own)], drawn)
+        texts, questions = completion_texts(tokenizer, mine), prompt_texts(task, rows)
+        judge = partial(score_rewards, task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error)
+        told = _scored_together(judge, mine, own)
         scored = time.perf_counter()
-        rewards = np.moveaxis(scores.reward_PGN, -1, 1) if takes_several(objective) else scores.reward_PG
-        samples = fill(state.params, reference, rollout, scores)
-        state, metrics = step(state, assemble(objective, rollout, rewards.astype(np.float32), **samples))
+        rewards = np.moveaxis(told.reward_PGN, -1, 1) if takes_several(objective) else told.reward_PG
+        samples = fill(state.params, reference, rollout, drawn, told.at(held))
+        batch = gather(rollout, devices.put("rows", rewards.astype(np.float32)), **samples)
+        if skip:
+            batch = leave_out_idle(objective, batch, _fewer(prompts_per_step, microbatches))
+        state, metrics = step(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         _check_gap(metrics, model.config)
         if reference is not None and update_reference is not None:
@@ -161,35 +206,91 @@ def train(
             # The next update consumes the parameters: a reference that is them needs buffers of its own.
             reference = jax.tree.map(lambda new, own: jnp.copy(new) if new is own else new, moved, policy)
         done = time.perf_counter()
-        metrics = {"iteration": iteration + 1} | group_statistics(rollout, scores.reward_PG) | metrics
+        metrics = {"iteration": iteration + 1} | group_statistics(told, told.reward_PG) | metrics
         metrics |= _rate(state) | {
             "seconds/sample": sampled - started,
             "seconds/score": scored - sampled,
             "seconds/update": done - scored,
-            "completions": _completions(rows, questions, texts, scores.reward_PG),
+            "completions": _completions(rows, questions, texts, told.at(own).reward_PG),
         }
         yield Saved(state, key, None if update_reference is None else reference), metrics
 
 
-def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk) -> Callable[..., dict]:
+def _of_any_size(compiled: Callable, prompts: int, microbatches: int) -> Callable:
+    """The update of a batch of `prompts` prompts or fewer: micro-batches keep their size, fewer prompts have fewer."""
+    made = {microbatches: compiled(microbatches)}
+
+    def update(state: TrainState, batch: Batch) -> tuple[TrainState, dict]:
+        parts = -(-len(batch.samples.mask_T) * microbatches // prompts)
+        if parts not in made:
+            made[parts] = compiled(parts)
+        return made[parts](state, batch)
+
+    return update
+
+
+def _fewer(prompts: int, microbatches: int) -> list[int]:
+    """The numbers of prompts an update is made with once idle groups are left out: whole micro-batches, or quarters."""
+    cuts = microbatches if microbatches > 1 else 4
+    return sorted({prompts * k // cuts for k in range(1, cuts)} - {0})
+
+
+class Told(NamedTuple):
+    """What every process knows of all completions: their scores, their lengths (as masks), which were stopped."""
+
+    reward_PG: np.ndarray
+    reward_PGN: np.ndarray
+    steps_PGN: list
+    stopped_PG: np.ndarray
+    mask_PGT: np.ndarray
+
+    def at(self, rows: np.ndarray) -> "Told":
+        """Of some of the prompts."""
+        return Told(*([part[i] for i in rows] if isinstance(part, list) else part[rows] for part in self))
+
+
+def _scored_together(judge: Callable[[], Scores], mine: Rollout, own: np.ndarray) -> Told:
+    """Each process scores its own completions, `mine` of the prompts `own`, and hears of all others.
+
+    A reward that raises on one process raises on all, before any of them has begun the update.
+    """
+
+    def scored() -> list[tuple]:
+        if not len(own):
+            return []
+        scores = judge()
+        found = scores.reward_PG, scores.reward_PGN, scores.steps_PGN, mine.stopped_PG, mine.mask_PGT.sum(-1)
+        return list(zip(own, *found, strict=True))
+
+    rows = sorted(chain(*together(scored)), key=itemgetter(0))
+    _, reward_PG, reward_PGN, steps_PGN, stopped_PG, length_PG = zip(*rows, strict=True)
+    mask_PGT = np.arange(mine.mask_PGT.shape[-1]) < np.stack(length_PG)[..., None]
+    return Told(np.stack(reward_PG), np.stack(reward_PGN), list(steps_PGN), np.stack(stopped_PG), mask_PGT)
+
+
+def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk, devices) -> Callable[..., dict]:
     """A function that computes the fields of `Sample` that the objective reads, and none that it does not."""
     fields, before = reads(objective), reads_in_prepare(objective)
     if critic is None and fields & {"value_T", "old_value_T"}:
         raise ValueError("the objective reads values of a critic: pass critic=value_network(model)")
-    values = None if critic is None else jax.jit(critic.values)
+    scorer = partial(score, model, sampling=sampling, chunk=chunk)
+    logp = devices.per_prompt(scorer, ("state", "rows"), ("rows", "rows"))
+    entropies = devices.per_prompt(partial(scorer, with_entropy=True), ("state", "rows"), ("rows", "rows"))
+    if critic is not None:
+        values = devices.per_prompt(critic.values, ("state", "rows", "rows"), "rows")
 
-    def fill(params: Params, reference: Params | None, rollout: Rollout, scores: Scores) -> dict:
+    def fill(params: Params, reference: Params | None, rollout: Rollout, drawn: Rollout, told: Told) -> dict:
         policy, samples = policy_of(critic, params), {}
         if "reward_T" in fields:
-            samples["reward_T"] = step_rewards(tokenizer, rollout, scores, reward_weights)
+            samples["reward_T"] = devices.put_rows(step_rewards(tokenizer, drawn, told, reward_weights))
         if "ref_logp_T" in fields:
-            samples["ref_logp_T"], _ = score(model, reference, rollout, sampling=sampling, chunk=chunk)
+            samples["ref_logp_T"], _ = logp(reference, rollout)
         if "entropy_T" in before:
-            _, samples["entropy_T"] = score(model, policy, rollout, sampling=sampling, with_entropy=True, chunk=chunk)
+            _, samples["entropy_T"] = entropies(policy, rollout)
         if "old_value_T" in fields:
             samples["old_value_T"] = values(params["critic"], rollout.prompts, rollout.tokens_PGT)
         if "age" in fields:  # this loop samples from the very policy that it updates
-            samples["age"] = np.zeros(rollout.stopped_PG.shape, np.int32)
+            samples["age"] = devices.put_rows(np.zeros(drawn.stopped_PG.shape, np.int32))
         return samples
 
     return fill
@@ -231,6 +332,7 @@ def warm_up(
     seed: int = 0,
     prompt_length: int | None = None,
     chunk: int = CHUNK,
+    devices: Devices = SINGLE,
 ) -> Iterator[tuple[TrainState, dict]]:
     """Supervised updates on the targets of `task.train`, one yield of `(state, metrics)` each: a start for GRPO.
 
@@ -239,24 +341,28 @@ def warm_up(
     if steps < 0 or batch_size < 1:
         raise ValueError(f"steps must be at least 0 and batch_size at least 1, got {steps} and {batch_size}")
     _check_rows(task)
-    step = jax.jit(make_train_step(model, SUPERVISED, optimizer, chunk=chunk), donate_argnums=0)
+    _check_parts("batch_size", batch_size, 1, devices)
+    step = make_train_step(model, SUPERVISED, optimizer, chunk=chunk, axis_name=devices.axis_name)
+    step = devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
     targets = [[*tokenizer.encode(task.target(row)), tokenizer.stop_ids[0]] for row in task.train]
     longest = -(-max(map(len, targets)) // 8) * 8
     tagged = [dict(row) | {"_target": ids} for row, ids in zip(task.train, targets, strict=True)]
-    state = init_state(copy(params), optimizer)
+    state = begin(params, optimizer, seed, devices=devices).state
+    held = devices.held(batch_size)
     for iteration in range(steps):
         rows = rows_of(iteration, tagged, batch_size, seed)
+        rows = [rows[i] for i in held]
         ids = [row.pop("_target") for row in map(dict, rows)]
-        tokens = np.full((batch_size, 1, longest), tokenizer.pad_id, np.int32)
+        tokens = np.full((len(rows), 1, longest), tokenizer.pad_id, np.int32)
         for row, target in zip(tokens[:, 0], ids, strict=True):
             row[: len(target)] = target
         mask = np.arange(longest) < np.array([len(target) for target in ids])[:, None, None]
         prompts = encode(tokenizer, task.prompt, rows, length=width)
         zeros = np.zeros(mask.shape, np.float32)
-        rollout = Rollout(prompts, tokens, mask, zeros, np.ones((batch_size, 1), bool))
+        rollout = Rollout(prompts, tokens, mask, zeros, np.ones((len(rows), 1), bool))
         batch = Batch(rollout, Sample(mask_T=mask, old_logp_T=zeros, adv=zeros[..., 0]))
-        state, metrics = step(state, batch)
+        state, metrics = step(state, devices.put_rows(batch))
         yield state, {"iteration": iteration + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
 
 
@@ -271,6 +377,15 @@ def _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buc
     _check_rows(task)
     if group_size == 1:
         warnings.warn("group_size=1: a group of one has no spread, its advantage is 0", stacklevel=3)
+
+
+def _check_parts(name: str, prompts: int, microbatches: int, devices: Devices) -> None:
+    if devices.parts > 1 and prompts % (devices.parts * microbatches):
+        cuts = f" × {microbatches} micro-batches" if microbatches > 1 else ""
+        raise ValueError(
+            f"{name} ({prompts}) must be a multiple of {devices.parts} devices{cuts}: prompts are spread evenly over "
+            f"{devices.name}"
+        )
 
 
 def _check_rows(task: Task) -> None:

@@ -4,8 +4,11 @@ This is the caller's `for` loop around `loop.train`: log, evaluate, save. Left o
 algorithm; a program that needs another loop writes its own around the same generators.
 """
 
+import dataclasses
+import os
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,14 +16,18 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import optax
+from rich.console import Console
 
 from grpo_jax import checkpoint, loop, report
 from grpo_jax.checkpoint import Saved
 from grpo_jax.config import TINY, TrainConfig, load_config, tiny_config
 from grpo_jax.critic import Critic, policy_of, value_network
+from grpo_jax.devices import SINGLE, Devices, pmapped, sharded
 from grpo_jax.evaluate import Evaluation, evaluate
 from grpo_jax.models import LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
+from grpo_jax.parallel import make_mesh, mesh_sizes
+from grpo_jax.processes import leader, together
 from grpo_jax.tasks import TASKS, Task
 from grpo_jax.tokenizer import Tokenizer, load_tokenizer
 from grpo_jax.train_step import adamw
@@ -39,18 +46,23 @@ class Parts(NamedTuple):
     critic: Critic | None
     update_reference: Callable | None
     prompt_length: int
+    devices: Devices = SINGLE
 
 
 def build(config: TrainConfig) -> Parts:
-    """The parts of a resolved configuration; the parameters are the model's own, before any training."""
+    """The parts of a resolved configuration; the parameters are the model's own, before any training.
+
+    They are still on the host where a mesh will spread them: a model may be larger than a device.
+    """
     task = TASKS[config.task](**config.task_options())
     objective = PRESETS[config.objective](**config.objective_options())
     tokenizer = load_tokenizer("bytes" if config.model == TINY else config.model)
-    if config.model == TINY:
-        model = decoder(tiny_config(tokenizer.vocab_size, config.dtype), remat="none", scan=False)
-        params = jax.jit(model.init)(jax.random.key(config.seed))
-    else:
-        model, params = load_pretrained(config.model, dtype=config.dtype)
+    with on_host(config.mesh is not None):
+        if config.model == TINY:
+            model = decoder(tiny_config(tokenizer.vocab_size, config.dtype), remat=config.remat, scan=False)
+            params = jax.jit(model.init)(jax.random.key(config.seed))
+        else:
+            model, params = load_pretrained(config.model, dtype=config.dtype, remat=config.remat)
     updates = config.steps * config.epochs
     optimizer = adamw(
         config.learning_rate,
@@ -70,7 +82,36 @@ def build(config: TrainConfig) -> Parts:
             f"{limit} positions"
         )
     critic = value_network(model) if "value_T" in reads(objective) else None
-    return Parts(model, params, tokenizer, task, objective, optimizer, critic, reference_rule(config), length)
+    rule, devices = reference_rule(config), devices_of(config, model)
+    return Parts(model, params, tokenizer, task, objective, optimizer, critic, rule, length, devices)
+
+
+def keep_programs() -> None:
+    """Keeps compiled programs in the user's cache folder: the second start of the same run compiles nothing.
+
+    What JAX was told itself (JAX_COMPILATION_CACHE_DIR, or JAX_ENABLE_COMPILATION_CACHE=false) stays as it is.
+    """
+    if not jax.config.jax_compilation_cache_dir:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(cache / "grpo_jax" / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def on_host(there: bool) -> AbstractContextManager:
+    """Inside, new arrays lie in the memory of the host and not on a device."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0]) if there else nullcontext()
+
+
+def devices_of(config: TrainConfig, model: LanguageModel) -> Devices:
+    """Where the run's programs run. Raises ValueError where those devices are not there."""
+    if config.mesh is not None:
+        return sharded(make_mesh(**mesh_sizes(config.mesh)), model.axes, config.decode_weights)
+    if config.pmap is not None:
+        return pmapped(config.pmap)
+    if jax.process_count() > 1:
+        raise ValueError(f"{jax.process_count()} processes train over a mesh: --mesh data={jax.device_count()}")
+    return SINGLE
 
 
 def reference_rule(config: TrainConfig) -> Callable | None:
@@ -84,7 +125,7 @@ def held_out(config: TrainConfig, parts: Parts, params: Params, **options: Any) 
     """The held-out rows that a run is judged on, and their evaluation; greedy unless `options` say otherwise."""
     rows = list(parts.task.held_out)[: config.eval_rows]
     options = {"max_new_tokens": config.max_new_tokens, "batch_size": config.eval_batch} | options
-    options |= {"prompt_length": parts.prompt_length, "on_error": config.on_error}
+    options |= {"prompt_length": parts.prompt_length, "on_error": config.on_error, "devices": parts.devices}
     return rows, evaluate(parts.model, params, parts.tokenizer, parts.task, rows, **options)
 
 
@@ -95,7 +136,7 @@ def start(config: TrainConfig, parts: Parts, screen: report.Screen) -> Params:
         rate = adamw(3e-3, steps=config.warm_up, warmup_steps=min(20, config.warm_up), schedule="cosine")
         updates = loop.warm_up(
             parts.model, params, parts.task, parts.tokenizer, rate,
-            steps=config.warm_up, seed=config.seed, prompt_length=parts.prompt_length,
+            steps=config.warm_up, seed=config.seed, prompt_length=parts.prompt_length, devices=parts.devices,
         )  # fmt: skip
         with screen.phase("supervised warm-up", config.warm_up) as show:
             for state, metrics in updates:
@@ -118,23 +159,62 @@ def train(config: TrainConfig, *, resume: bool = False, screen: report.Screen | 
     With `resume` it continues behind the newest checkpoint of that folder, as if it had never stopped. Raises
     FileExistsError where the folder already holds a run, FileNotFoundError where there is none to resume.
     """
-    began, screen, out = time.perf_counter(), screen or report.Screen(), Path(config.out)
-    if not resume and (out / "config.json").exists():
-        raise FileExistsError(f"{out} already holds a run: continue it with --resume {out}, or choose another --out")
-    if resume and not (out / "config.json").exists():
-        raise FileNotFoundError(f"no run to resume at {out}")
+    began, out = time.perf_counter(), Path(config.out)
+    keep_programs()
+    screen = screen or report.Screen(Console(quiet=not leader()))
+    together(partial(_check_folder, out, resume))
     parts = build(config)
+    _tell_devices(parts, screen)
     with checkpoint.open_checkpoints(out / "checkpoints", keep=config.keep) as checkpoints:
-        done = checkpoint.iterations(checkpoints) if resume else []
-        with report.RunFolder(out, resume_step=(done[-1] + 1 if done else 0) if resume else None) as folder:
+        done = together(partial(checkpoint.iterations, checkpoints))[0] if resume else []
+        behind = (done[-1] + 1 if done else 0) if resume else None
+        with report.RunFolder(out, resume_step=behind) if leader() else Unwritten() as folder:
             folder.write_config(config)
             begun = _continue(parts, checkpoints) if done else _begin(config, parts, checkpoints, folder, screen)
             _iterate(config, parts, begun, checkpoints, folder, screen)
-            rows = report.read_lines(out / "metrics.jsonl")
-            report.plot_curves(rows, out / "curves.png")
-            summary = _summary(config, rows, time.perf_counter() - began)
-            folder.write_summary(summary)
+            summary = together(partial(_finish, config, folder, began))[0]
     screen.summary(summary, out)
+    return summary
+
+
+class Unwritten:
+    """The run folder as a process sees it that does not write it: every call does nothing."""
+
+    def __enter__(self) -> "Unwritten":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable:
+        return lambda *_: None
+
+
+def _check_folder(out: Path, resume: bool) -> None:
+    there = (out / "config.json").exists()
+    if there and not resume:
+        raise FileExistsError(f"{out} already holds a run: continue it with --resume {out}, or choose another --out")
+    if resume and not there:
+        raise FileNotFoundError(f"no run to resume at {out}")
+
+
+def _tell_devices(parts: Parts, screen: report.Screen) -> None:
+    if parts.devices is not SINGLE:
+        moved = parts.devices.moved_bytes(parts.params) / 1e6
+        cost = f"; for decoding each device receives {moved:.3g} MB of weights an iteration" if moved else ""
+        processes = f" in {jax.process_count()} processes" if jax.process_count() > 1 else ""
+        screen.console.print(f"devices: {parts.devices.name}{processes}{cost}", highlight=False)
+    elif jax.device_count() > 1:
+        screen.console.print(f"one of {jax.device_count()} devices is used; --mesh data={jax.device_count()} uses all")
+
+
+def _finish(config: TrainConfig, folder: report.RunFolder | Unwritten, began: float) -> dict | None:
+    if not leader():
+        return None
+    rows = report.read_lines(folder.path / "metrics.jsonl")
+    report.plot_curves(rows, folder.path / "curves.png")
+    summary = _summary(config, rows, time.perf_counter() - began)
+    folder.write_summary(summary)
     return summary
 
 
@@ -144,19 +224,20 @@ def _begin(config, parts: Parts, checkpoints, folder: report.RunFolder, screen: 
     rows = len(list(parts.task.held_out)[: config.eval_rows])
     with screen.phase("evaluation before GRPO", rows) as show:
         _, result = held_out(config, parts, params, progress=show)
-    saved = loop.begin(params, parts.optimizer, config.seed, parts.critic)
+    saved = loop.begin(params, parts.optimizer, config.seed, parts.critic, parts.devices)
     folder.log(0, {"held_out": result.accuracy, "held_out_length": result.length})
     checkpoint.save(checkpoints, 0, saved, {"iteration": 0})
-    return Start(saved, loop.copy(params) if "ref_logp_T" in reads(parts.objective) else None, 0)
+    needed = "ref_logp_T" in reads(parts.objective)
+    return Start(saved, loop.copy(policy_of(parts.critic, saved.state.params)) if needed else None, 0)
 
 
 def _continue(parts: Parts, checkpoints) -> Start:
     """The newest checkpoint; a reference that does not move is the policy of checkpoint 0."""
-    like = loop.begin(parts.params, parts.optimizer, 0, parts.critic)
+    like = loop.begin(parts.params, parts.optimizer, 0, parts.critic, parts.devices)
     needed = "ref_logp_T" in reads(parts.objective)
     newest = checkpoint.iterations(checkpoints)[-1]
     if needed and parts.update_reference is not None and newest > 0:
-        like = like._replace(reference=parts.params)
+        like = like._replace(reference=policy_of(parts.critic, like.state.params))
     saved, record = checkpoint.restore(checkpoints, like)
     reference = saved.reference
     if needed and reference is None:
@@ -172,8 +253,9 @@ def _iterate(config, parts: Parts, begun: Start, checkpoints, folder: report.Run
         max_new_tokens=config.max_new_tokens, sampling=config.sampling, seed=config.seed, epochs=config.epochs,
         microbatches=config.microbatches, group_microbatches=config.group_microbatches, old_logp=config.old_logp,
         critic=parts.critic, length_buckets=config.length_buckets, on_error=config.on_error,
+        pack_tokens=config.pack_tokens, skip_idle=config.skip_idle, compact=config.compact,
         reference=begun.reference, update_reference=parts.update_reference, saved=begun.saved,
-        prompt_length=parts.prompt_length,
+        prompt_length=parts.prompt_length, devices=parts.devices,
     )  # fmt: skip
     with screen.phase("GRPO", config.steps, start=begun.iteration) as show:
         for saved, metrics in iterations:
@@ -223,15 +305,22 @@ class Finished(NamedTuple):
     iteration: int
 
 
-def open_run(run: str | Path, iteration: int | None = None) -> Finished:
-    """A run's parts and the parameters of one of its checkpoints, the newest by default."""
-    config = load_config(run)
-    parts = build(config)
+def open_run(run: str | Path, iteration: int | None = None, *, mesh: str | None = None) -> Finished:
+    """A run's parts and the parameters of one of its checkpoints, the newest by default.
+
+    On one device unless `mesh` says otherwise, wherever the run was trained.
+    """
+    keep_programs()
+    config = dataclasses.replace(load_config(run), mesh=None, pmap=None, decode_weights="gather")
+    with on_host(mesh is not None):
+        parts = build(config)
+    if mesh is not None:
+        parts = parts._replace(devices=sharded(make_mesh(**mesh_sizes(mesh)), parts.model.axes))
     folder = Path(run) / "checkpoints"
     if not folder.is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints yet")
     with checkpoint.open_checkpoints(folder, keep=None) as checkpoints:
-        like = loop.begin(parts.params, parts.optimizer, 0, parts.critic).state.params
+        like = loop.begin(parts.params, parts.optimizer, 0, parts.critic, parts.devices).state.params
         params = policy_of(parts.critic, checkpoint.restore_params(checkpoints, like, iteration))
         done = checkpoint.iterations(checkpoints)
     return Finished(config, parts, params, done[-1] if iteration is None else iteration)

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from toy import ascii_share, finished_run, install
 
-from grpo_jax import run
+from grpo_jax import cli, run
 from grpo_jax.cli import Eval, Sample, Train, main
-from grpo_jax.config import TrainConfig, flag
+from grpo_jax.config import TrainConfig, flag, load_config
 from grpo_jax.evaluate import Evaluation, pass_at_k
 from grpo_jax.policy import Sampling
 from grpo_jax.report import read_lines
@@ -88,6 +88,9 @@ GIVEN = {
     "save_every": ("13", 13),
     "keep": ("4", 4),
     "log_completions": ("0", 0),
+    "mesh": ("data=2,fsdp=4", "data=2,fsdp=4"),
+    "pmap": ("2", 2),
+    "decode_weights": ("split", "split"),
     "seed": ("99", 99),
     "out": ("some where", "some where"),
 }
@@ -99,8 +102,9 @@ def test_every_option_of_train_arrives(field, monkeypatch, call):
     monkeypatch.setattr(run, "train", lambda config, **options: seen.append((config, options)))
     text, value = GIVEN[field]
     assert value != getattr(TrainConfig(), field), "the default would show nothing"
-    # A fixed folder, and a task and an objective that have the arguments.
-    base = {"out": "o"} | ({"task": "letters"} if field == "task_args" else {})
+    # A fixed folder, and what the option goes with.
+    needed = {"task_args": {"task": "letters"}, "decode_weights": {"mesh": "data=2"}}
+    base = {"out": "o"} | needed.get(field, {})
     words = [word for name, given in base.items() if name != field for word in (flag(name), given)]
     assert call("train", *words, flag(field), *([text] if isinstance(text, str) else text))[0] == 0
     (config, options), expected = seen[0], TrainConfig(**base | {field: value}).resolved()
@@ -132,6 +136,35 @@ def test_resume_takes_the_options_of_the_run(whole, monkeypatch, call):
     config, options = seen[0]
     assert options == {"resume": True}
     assert (config.out, config.steps, config.seed) == (str(whole), 7, 4), "from wherever the folder is now"
+
+
+@pytest.mark.parametrize("moved", [("--mesh", "fsdp=3", "--decode-weights", "split"), ("--pmap", 1)])
+def test_resume_may_go_on_elsewhere(whole, monkeypatch, call, moved):
+    """Devices change no number, so they are no part of what a run is; one way to use them replaces the other."""
+    seen = []
+    monkeypatch.setattr(run, "train", lambda config, **_: seen.append(config))
+    monkeypatch.setattr(cli, "load_config", lambda path: dataclasses.replace(load_config(path), mesh="data=3"))
+    assert call("train", "--resume", whole)[0] == 0
+    assert call("train", "--resume", whole, *moved)[0] == 0
+    assert [(config.mesh, config.pmap, config.decode_weights) for config in seen] == [
+        ("data=3", None, "gather"),
+        ("fsdp=3", None, "split") if "--mesh" in moved else (None, 1, "gather"),
+    ]
+    assert dataclasses.replace(seen[0], mesh=None) == dataclasses.replace(
+        seen[1], mesh=None, pmap=None, decode_weights="gather"
+    )
+
+
+def test_a_wrong_address_is_found_before_anything_is_joined(call):
+    code, _, err = call("train", "--distributed", "host:1,2,2")
+    assert code == 2
+    assert "error: --distributed is auto, or HOST:PORT,PROCESSES,INDEX" in err
+
+
+def test_eval_on_a_mesh_that_is_not_there(whole, call):
+    code, _, err = call("eval", whole, "--mesh", "data=64")
+    assert code == 2
+    assert "a mesh of data 64 × fsdp 1 × tensor 1 needs 64 devices" in err
 
 
 def test_resume_with_other_options_is_refused(whole, call):

@@ -48,6 +48,9 @@ WRONG = {
     "schedule": ["cosin"],
     "old_logp": ["samplr"],
     "on_error": ["rais"],
+    "mesh": ["", "data", "dta=2", "data=0", "data=2,data=2", "data=2;fsdp=2"],
+    "pmap": [0],
+    "decode_weights": ["splt", "split"],
     "task_args": [("levl=2",), ("level",), ("level=two",)],
     "objective_args": [("bta=1",), ("beta",), ("beta=little",)],
 }
@@ -94,6 +97,9 @@ def test_what_is_far_from_any_name_gets_all_of_them():
         ({"prompts": 8, "microbatches": 3}, r"--microbatches \(3\) must divide --prompts \(8\)"),
         ({"group_size": 8, "group_microbatches": 3}, r"--group-microbatches \(3\) must divide --group-size \(8\)"),
         ({"ref_every": 2, "ref_ema": 0.9}, "--ref-every and --ref-ema are two ways"),
+        ({"mesh": "data=2", "pmap": 2}, "--mesh and --pmap are two ways"),
+        ({"mesh": "data=2,fsdp=4,tensor=3", "prompts": 12}, r"--prompts \(12\) must be a multiple of 8 × 1"),
+        ({"pmap": 4, "prompts": 8, "microbatches": 4}, r"--prompts \(8\) must be a multiple of 4 × 4"),
     ],
 )
 def test_values_that_do_not_fit_each_other(values, message):

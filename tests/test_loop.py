@@ -381,9 +381,9 @@ def test_options_arrive_where_they_are_read(started, monkeypatch):
         made.update(options)
         return make(*args, **options)
 
-    def generate(model, params, prompts, key, **options):
+    def generate(model, params, prompts, key, first_prompt, **options):
         sampled.update(options, width=prompts.tokens_PS.shape)
-        return sampler(model, params, prompts, key, **options)
+        return sampler(model, params, prompts, key, first_prompt, **options)
 
     def trimmed(rollout, buckets):
         sampled["buckets"] = buckets
@@ -507,3 +507,40 @@ def test_training_from_a_warm_start_counts_from_zero(warmed, started):
     saved, metrics = next(started(saved=jax.tree.map(jnp.copy, start)))
     assert (metrics["iteration"], int(saved.state.step)) == (1, 1)
     assert {c["completion"] for c in metrics["completions"]} & {"aaa", "bbb", "ccc"}
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_computing_less_changes_cost_only(started, microbatches):
+    """Without padding, without groups that have no gradient, with fewer and fewer sequences: the same run."""
+
+    def sometimes(prompt, completion):
+        return 1.0 if prompt[0] in "abcdef" else ascii_share(completion)
+
+    make, seen = loop.make_train_step, []
+
+    def recording(*args, **options):
+        step = make(*args, **options)
+
+        def recorded(state, batch):  # as it is traced: once a shape
+            seen.append((len(batch.samples.mask_T), batch.rollout.places_PN is not None))
+            return step(state, batch)
+
+        return recorded
+
+    options = {"task": TASK._replace(reward=sometimes), "microbatches": microbatches}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "make_train_step", recording)
+        *_, (plain, metrics) = kept(started(**options))
+        assert set(seen) == {(P, False)}
+        seen.clear()
+        *_, (less, less_metrics) = kept(started(pack_tokens=True, skip_idle=True, compact=1, **options))
+    assert {packed for _, packed in seen} >= {True}
+    assert {size for size, _ in seen} & {1, 2}
+    chex.assert_trees_all_close(less.state, plain.state, atol=1e-6, rtol=1e-5)
+    for name in ("reward", "loss", "grad_norm", "length"):
+        np.testing.assert_allclose(less_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
+
+
+def test_how_often_sampling_is_halved_is_checked(started):
+    with pytest.raises(ValueError, match="compact must be an integer of at least 0"):
+        next(started(compact=-1))

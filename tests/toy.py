@@ -103,7 +103,7 @@ def compilations() -> Iterator[list[str]]:
     class Collect(logging.Handler):
         def emit(self, record):
             if found := re.match(r"Compiling (?:jit\()?(\w+)", record.getMessage()):
-                names.append(found[1])
+                names.append(found[1].lstrip("_"))
 
     logger, handler = logging.getLogger("jax._src.interpreters.pxla"), Collect()
     logger.addHandler(handler)
