@@ -132,7 +132,7 @@ def train(command: Train) -> None:
 def _elsewhere(config: TrainConfig, given: TrainConfig, out: str) -> TrainConfig:
     """The configuration of a run, on the devices that are given now if any are."""
     moved = {name: getattr(given, name) for name in WHERE} if given.mesh or given.pmap else {}
-    return dataclasses.replace(config, out=out, **moved)
+    return dataclasses.replace(config, out=out, **moved).resolved()  # a run of an older version lacks some options
 
 
 def evaluate(command: Eval) -> None:

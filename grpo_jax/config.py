@@ -107,7 +107,7 @@ class TrainConfig:
         ),
     ] = None
     pack_tokens: Annotated[
-        bool | None, by_model("pack_tokens", "Compute an update's real tokens alone, not the padding (on one device).")
+        bool | None, by_model("pack_tokens", "Compute an update's real tokens alone, not the padding.")
     ] = None
     skip_idle: Annotated[
         bool | None, by_model("skip_idle", "Leave out groups that have no gradient, exactly (on one device).")

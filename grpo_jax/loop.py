@@ -135,11 +135,11 @@ def train(
     it after each iteration (the moving reference is then part of `saved`). `reward_weights` weigh several reward
     functions, `on_error="none"` counts failing rewards as unscorable. A `critic` serves objectives that read values;
     the state's parameters are then `{"policy": …, "critic": …}`, while `params` is the policy alone. `length_buckets`
-    is the number of completion lengths the update is compiled for. On one device `pack_tokens` computes a batch's real
-    tokens and not the padding between them (`rollout.pack`), and `skip_idle` leaves out groups without a gradient
-    (`rollout.leave_out_idle`); both change no gradient and compile the update for a few more shapes. `compact` is that
-    of `sampler.generate`. `devices` says where all of it runs; the numbers do
-    not depend on it. Of several processes each samples and scores its own prompts.
+    is the number of completion lengths the update is compiled for. `pack_tokens` computes a batch's real tokens and not
+    the padding between them (`rollout.pack`; not with `group_microbatches`), `skip_idle` leaves out groups without a
+    gradient (`rollout.leave_out_idle`; on one device); both change no gradient and compile the update for a few more
+    shapes. `compact` is that of `sampler.generate`. `devices` says where all of it runs; the numbers do not depend on
+    it. Of several processes each samples and scores its own prompts.
 
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
     scoring and updating, and `completions`: prompt, completion, reward of each of this process, as rows.
@@ -156,7 +156,7 @@ def train(
 
     step = _of_any_size(compiled, prompts_per_step, microbatches)
     alone = devices.parts == 1 and jax.process_count() == 1
-    pack_rows, skip = pack_tokens and alone and group_microbatches == 1, skip_idle and alone
+    pack_rows, skip = pack_tokens and group_microbatches == 1, skip_idle and alone
     draw = devices.per_prompt(
         partial(
             generate, model, group_size=group_size, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids,
@@ -184,7 +184,6 @@ def train(
         rollout = draw(weights, prompts, jax.random.fold_in(key, iteration), 0)
         del weights  # the layout of decoding is not kept during the update
         rollout = trim(jax.block_until_ready(rollout), length_buckets)
-        rollout = pack(rollout) if pack_rows else rollout
         sampled = time.perf_counter()
         drawn, rows = devices.fetch(rollout), [rows[i] for i in own]
         mine = jax.tree.map(lambda x: x[np.isin(held, own)], drawn)
@@ -192,6 +191,9 @@ def train(
         judge = partial(score_rewards, task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error)
         told = _scored_together(judge, mine, own)
         scored = time.perf_counter()
+        if pack_rows:  # by what every process knows
+            places_PN = pack(drawn._replace(mask_PGT=told.mask_PGT)).places_PN
+            rollout = rollout._replace(places_PN=devices.put("rows", places_PN))
         rewards = np.moveaxis(told.reward_PGN, -1, 1) if takes_several(objective) else told.reward_PG
         samples = fill(state.params, reference, rollout, drawn, told.at(held))
         batch = gather(rollout, devices.put("rows", rewards.astype(np.float32)), **samples)

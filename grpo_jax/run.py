@@ -311,7 +311,7 @@ def open_run(run: str | Path, iteration: int | None = None, *, mesh: str | None 
     On one device unless `mesh` says otherwise, wherever the run was trained.
     """
     keep_programs()
-    config = dataclasses.replace(load_config(run), mesh=None, pmap=None, decode_weights="gather")
+    config = dataclasses.replace(load_config(run), mesh=None, pmap=None, decode_weights="gather").resolved()
     with on_host(mesh is not None):
         parts = build(config)
     if mesh is not None:

@@ -215,6 +215,7 @@ def run(layout: str, name: str) -> dict:
     results = list(train(
         model, warm.params, task, tokenizer, objective, rule, steps=2, prompts_per_step=8, group_size=3,
         max_new_tokens=5, microbatches=2, critic=critic, update_reference=partial(ema, decay=0.5), devices=devices,
+        pack_tokens=layout != "single", compact=int(layout != "single"),
     ))  # fmt: skip
     saved, metrics = results[-1][0], {"warm-up": float(warm_metrics["loss"])}
     for _, found in results:
