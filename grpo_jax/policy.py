@@ -7,6 +7,7 @@ Left out on purpose: sampling (see `sampler`), losses (see `objectives`).
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import chex
@@ -99,28 +100,23 @@ def completion_hidden(
     chex.assert_rank([prompts.tokens_PS, prompts.mask_PS, tokens_PGT], [2, 2, 3])
     chex.assert_equal_shape_prefix([prompts.tokens_PS, tokens_PGT], 1)
 
+    (G, T), forward = tokens_PGT.shape[1:], model.together or partial(_one_after_another, model)
+
     def one_prompt(tokens_S, mask_S, tokens_GT, place_N):
-        hidden_SD, cache = model.prefill(params, tokens_S, mask_S)
-        if place_N is not None:
-            hidden_ND = _extend_packed(model, params, cache, tokens_GT, place_N)
-            first_N = place_N % tokens_GT.shape[1] == 0
-            return jnp.where(first_N[:, None], hidden_SD[-1], jnp.roll(hidden_ND, 1, axis=0))
+        hidden_SD, hidden_ND = forward(params, tokens_S, mask_S, tokens_GT, place_N)
+        first_N = (jnp.arange(G * T) if place_N is None else place_N) % T == 0
+        return jnp.where(first_N[:, None], hidden_SD[-1], jnp.roll(hidden_ND, 1, axis=0))
 
-        def one_completion(tokens_T):
-            hidden_TD = model.extend(params, cache, tokens_T)
-            return jnp.concatenate([hidden_SD[-1:], hidden_TD[:-1]], axis=0)
-
-        return jax.vmap(one_completion)(tokens_GT)
-
-    return jax.vmap(one_prompt)(prompts.tokens_PS, prompts.mask_PS, tokens_PGT, places_PN)
+    hidden_PND = jax.vmap(one_prompt)(prompts.tokens_PS, prompts.mask_PS, tokens_PGT, places_PN)
+    return hidden_PND if places_PN is not None else hidden_PND.reshape(*tokens_PGT.shape, -1)
 
 
-def _extend_packed(model: LanguageModel, params: Params, cache, tokens_GT: Array, place_N: Array) -> Array:
-    """By the model's own function if it has one; else all tokens are computed and those at the places taken."""
-    if model.extend_packed is not None:
-        return model.extend_packed(params, cache, tokens_GT, place_N)
+def _one_after_another(model: LanguageModel, params: Params, tokens_S, mask_S, tokens_GT, place_N):
+    """`LanguageModel.together` of a model without it: the prompt, then each completion after its cache."""
+    hidden_SD, cache = model.prefill(params, tokens_S, mask_S)
     hidden_GTD = jax.vmap(lambda tokens_T: model.extend(params, cache, tokens_T))(tokens_GT)
-    return hidden_GTD.reshape(-1, hidden_GTD.shape[-1]).at[place_N].get(mode="fill", fill_value=0)
+    hidden_ND = hidden_GTD.reshape(-1, hidden_GTD.shape[-1])
+    return hidden_SD, hidden_ND if place_N is None else hidden_ND.at[place_N].get(mode="fill", fill_value=0)
 
 
 def over_chunks(function: Callable, chunk: int, *arrays: Array) -> Array:

@@ -7,8 +7,10 @@ Left out on purpose: text, rewards, beams, and penalties that would make the sam
 the trainer's.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import chex
 import jax
@@ -55,6 +57,7 @@ def generate(
     min_p: float | None = None,
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
+    compact: int = 0,
 ) -> Rollout:
     """`group_size` completions of each prompt, at most `max_new_tokens` long.
 
@@ -63,24 +66,46 @@ def generate(
     the distribution it was drawn from, see `policy.Sampling`; temperature 0 is greedy. `first_prompt` is the index of
     the first prompt in the whole batch, for callers that hold a part of it.
 
+    `compact` is how often the number of completions that are computed may be halved: once no prompt has more than half
+    of them going, the stopped ones are left out. It changes no token, and compiles the decoder once more each time.
+
     Compiled by itself, or as a part of what the caller compiles.
     """
-    chex.assert_rank([prompts.tokens_PS, prompts.mask_PS], 2)
-    if group_size < 1 or max_new_tokens < 1:
-        raise ValueError(f"group_size and max_new_tokens must be at least 1, got {group_size} and {max_new_tokens}")
-    sampling = Sampling(temperature, top_k, top_p, min_p).checked()
+    options = _checked(group_size, max_new_tokens, temperature, top_k, top_p, min_p, stop_ids, pad_id, compact)
     inputs = (params, prompts, key, first_prompt)
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(inputs))
-    run = _generate if traced else _compiled()
-    return run(
-        model, *inputs, group_size=group_size, max_new_tokens=max_new_tokens, sampling=sampling, stop_ids=stop_ids,
-        pad_id=pad_id,
-    )  # fmt: skip
+    return (_generate if traced else _compiled())(model, *inputs, **options)
+
+
+def lower(model: LanguageModel, params: Params, prompts: Prompts, key: Array, first_prompt=0, **options) -> Any:
+    """`generate.lower(...)`: the program of a call, not compiled yet, as of any jitted function."""
+    known = inspect.signature(generate).bind(model, params, prompts, key, first_prompt, **options)
+    known.apply_defaults()
+    return _compiled().lower(*known.args, **_checked(**known.kwargs))
+
+
+generate.lower = lower
+
+
+def _checked(group_size, max_new_tokens, temperature, top_k, top_p, min_p, stop_ids, pad_id, compact) -> dict[str, Any]:
+    if group_size < 1 or max_new_tokens < 1:
+        raise ValueError(f"group_size and max_new_tokens must be at least 1, got {group_size} and {max_new_tokens}")
+    if not (isinstance(compact, int) and compact >= 0):
+        raise ValueError(f"compact must be an integer of at least 0, got {compact!r}")
+    sampling = Sampling(temperature, top_k, top_p, min_p).checked()
+    return {
+        "group_size": group_size,
+        "max_new_tokens": max_new_tokens,
+        "sampling": sampling,
+        "stop_ids": tuple(stop_ids),
+        "pad_id": pad_id,
+        "compact": compact,
+    }
 
 
 @cache
 def _compiled() -> Callable:
-    static = ("model", "group_size", "max_new_tokens", "sampling", "stop_ids", "pad_id")
+    static = ("model", "group_size", "max_new_tokens", "sampling", "stop_ids", "pad_id", "compact")
     return jax.jit(_generate, static_argnames=static, compiler_options=_few_rows())
 
 
@@ -101,8 +126,9 @@ def _few_rows() -> dict[str, str]:
 
 def _generate(
     model: LanguageModel, params: Params, prompts: Prompts, key: Array, first_prompt: Array | int, *,
-    group_size: int, max_new_tokens: int, sampling: Sampling, stop_ids: tuple[int, ...], pad_id: int,
+    group_size: int, max_new_tokens: int, sampling: Sampling, stop_ids: tuple[int, ...], pad_id: int, compact: int,
 ) -> Rollout:  # fmt: skip
+    chex.assert_rank([prompts.tokens_PS, prompts.mask_PS], 2)
     stop = jnp.asarray(stop_ids, jnp.int32)
     P, T = prompts.tokens_PS.shape[0], max_new_tokens
 
@@ -111,22 +137,25 @@ def _generate(
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     keys_PG = jax.vmap(fold, in_axes=(0, None))(fold(key, first_prompt + jnp.arange(P)), jnp.arange(group_size))
 
-    def choose(hidden_PGD, index):
-        """Token number `index` of every completion, with its log-probability."""
-        logits = kept_logits(model.decode_logits(weights, hidden_PGD), sampling)
+    def choose(hidden_PgD, index, seat_Pg):
+        """Token number `index` of the samples in the seats, with its log-probability."""
+        logits = kept_logits(model.decode_logits(weights, hidden_PgD), sampling)
         if sampling.temperature == 0:
             token = jnp.argmax(logits, -1).astype(jnp.int32)
         else:
             noise = lambda k, x: draw(jax.random.fold_in(k, index), x)
-            token = jax.vmap(jax.vmap(noise))(keys_PG, logits)
+            token = jax.vmap(jax.vmap(noise))(take(keys_PG, seat_Pg), logits)
         return token, token_logp(logits, token)
 
-    def write(state, token, logp, index):
+    def write(state, token, logp, index, seat_Pg):
         tokens, logps, length, done = state
-        token = jnp.where(done, pad_id, token)
-        at = lambda buffer, x: jax.lax.dynamic_update_slice(buffer, x[..., None], (0, 0, index))
-        length = length + ~done
-        return at(tokens, token), at(logps, jnp.where(done, 0.0, logp)), length, done | jnp.isin(token, stop)
+        ended = take(done, seat_Pg)
+        token = jnp.where(ended, pad_id, token)
+        at = jax.vmap(lambda buffer_GT, seat, x: buffer_GT.at[seat, index].set(x))
+        tokens, logps = at(tokens, seat_Pg, token), at(logps, seat_Pg, jnp.where(ended, 0.0, logp))
+        length = jax.vmap(lambda own, seat, more: own.at[seat].add(more))(length, seat_Pg, ~ended)
+        done = jax.vmap(lambda own, seat, now: own.at[seat].set(now))(done, seat_Pg, ended | jnp.isin(token, stop))
+        return tokens, logps, length, done
 
     shape = (P, group_size)
     empty = (
@@ -136,18 +165,33 @@ def _generate(
         jnp.zeros(shape, bool),
     )
     hidden = jnp.broadcast_to(hidden_PSD[:, -1:, :], (*shape, hidden_PSD.shape[-1]))
-    state = write(empty, *choose(hidden, 0), 0)
+    seat_PG = jnp.broadcast_to(jnp.arange(group_size), shape)
+    state = write(empty, *choose(hidden, 0, seat_PG), 0, seat_PG)
     own = jax.tree.map(lambda a: jnp.broadcast_to(a, (*shape, *a.shape)), model.empty(T))
-
     step = jax.vmap(jax.vmap(model.decode, in_axes=(None, None, 0, None, 0)), in_axes=(None, 0, 0, None, 0))
 
     def body(carry):
-        index, state, own = carry
-        last = jax.lax.dynamic_index_in_dim(state[0], index - 1, axis=2, keepdims=False)
+        index, state, own, seat_Pg = carry
+        last = take(state[0][..., index - 1], seat_Pg)
         hidden, own = step(weights, cache, own, index - 1, last)
-        return index + 1, write(state, *choose(hidden, index), index), own
+        return index + 1, write(state, *choose(hidden, index, seat_Pg), index, seat_Pg), own, seat_Pg
 
-    going = lambda carry: (carry[0] < T) & ~jnp.all(carry[1][3])
-    _, (tokens, logp, length, done), _ = jax.lax.while_loop(going, body, (1, state, own))
+    # The samples of a prompt that go on sit in fewer and fewer seats, of a few fixed numbers.
+    seats = [group_size]
+    while len(seats) <= compact and seats[-1] > 1:
+        seats.append(-(-seats[-1] // 2))
+    carry = (1, state, own, seat_PG)
+    for fewer in (*seats[1:], 0):
+
+        def going(carry, fewer=fewer):
+            return (carry[0] < T) & (jnp.max(jnp.sum(~carry[1][3], axis=1)) > fewer)
+
+        index, state, own, seat_Pg = jax.lax.while_loop(going, body, carry)
+        order = jnp.argsort(take(state[3], seat_Pg), axis=1, stable=True)[:, :fewer]
+        carry = (index, state, jax.tree.map(lambda a, order=order: take(a, order), own), take(seat_Pg, order))
+    _, (tokens, logp, length, done), _, _ = carry
     mask = jnp.arange(T) < length[..., None]
     return Rollout(prompts, tokens, mask, logp, done)
+
+
+take = jax.vmap(lambda x_G, index_g: x_G[index_g])  # of every prompt, some of its samples

@@ -14,6 +14,7 @@ from grpo_jax.types import Prompts
 
 # Tests compile hundreds of small programs and run each a few times: let XLA spend less on each of them.
 jax.config.update("jax_disable_most_optimizations", True)
+jax.config.update("jax_enable_compilation_cache", False)  # a run would keep its programs in the user's folder
 
 TINY = DecoderConfig(
     vocab_size=61,

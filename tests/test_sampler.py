@@ -4,15 +4,70 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from toy import bigram
 
 from grpo_jax.policy import Sampling, completion_logp
 from grpo_jax.sampler import draw, generate
+from grpo_jax.types import Prompts
 
 KEY = jax.random.key(7)
 
 
 def sample(model, params, prompts, key=KEY, group_size=4, max_new_tokens=10, **options):
     return generate(model, params, prompts, key, group_size=group_size, max_new_tokens=max_new_tokens, **options)
+
+
+def test_compaction_changes_cost_only(tiny_model, tiny_params, prompts):
+    """Every completion at its own place, with its own noise, whichever seat it was computed in."""
+    options = {"group_size": 8, "max_new_tokens": 12, "stop_ids": tuple(range(0, 60, 3))}
+    whole = sample(tiny_model, tiny_params, prompts, **options)
+    assert len(np.unique(whole.mask_PGT.sum(-1))) > 3
+    compact = sample(tiny_model, tiny_params, prompts, compact=3, **options)
+    for field in ("tokens_PGT", "mask_PGT", "stopped_PG"):
+        np.testing.assert_array_equal(getattr(compact, field), getattr(whole, field))
+    np.testing.assert_allclose(compact.logp_PGT, whole.logp_PGT, atol=1e-5)
+
+
+def test_compaction_decodes_fewer_sequences():
+    """A model that counts: the sequences decoded, from a group in which one completion goes on to the end."""
+    decoded = []
+
+    def decode(params, context, own, index, token):
+        jax.debug.callback(lambda i: decoded.append(int(i)), index)
+        return jnp.where(params["long"][token] > 0, params["long"][token] * 50.0 + 1.0, 0.0)[None], own
+
+    model = bigram()._replace(
+        prefill=lambda params, tokens_S, mask_S: (jnp.zeros((len(tokens_S), 1)), None),
+        decode=decode,
+        logits=lambda params, hidden_D: jnp.zeros(3),
+        for_decoding=lambda params: params,
+        empty=lambda max_tokens: jnp.zeros(()),
+        decode_logits=lambda params, hidden: jnp.where(
+            hidden == 0, jnp.array([2.0, 0.0, -1e9]), jnp.where(hidden > 1, jnp.array([-1e9, 0.0, -1e9]), 0.0)
+        ),
+    )
+    prompts = Prompts(jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool))
+    params = {"long": jnp.array([0.0, 1.0, 0.0])}
+    counts = {}
+    for compact in (0, 3):
+        decoded.clear()
+        out = sample(model, params, prompts, group_size=16, max_new_tokens=10, stop_ids=(0,), compact=compact)
+        jax.effects_barrier()
+        counts[compact], going = len(decoded), int((~out.stopped_PG).sum())
+    assert 0 < going <= 4
+    assert counts == {0: 16 * 9, 3: (2 if going <= 2 else 4) * 9}
+
+
+def test_inside_a_compiled_function_and_by_itself_are_the_same(tiny_model, tiny_params, prompts):
+    """On its own it is compiled with options of its own, which a part of another program cannot have."""
+    alone = sample(tiny_model, tiny_params, prompts, stop_ids=(3,))
+    inside = jax.jit(lambda p: sample(tiny_model, p, prompts, stop_ids=(3,)))(tiny_params)
+    lowered = generate.lower(
+        tiny_model, tiny_params, prompts, KEY, group_size=4, max_new_tokens=10, stop_ids=(3,)
+    ).compile()(tiny_params, prompts, KEY, 0)
+    for other in (inside, lowered):
+        np.testing.assert_array_equal(other.tokens_PGT, alone.tokens_PGT)
+        np.testing.assert_allclose(other.logp_PGT, alone.logp_PGT, atol=1e-5)
 
 
 @pytest.mark.parametrize(

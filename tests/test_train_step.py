@@ -35,6 +35,7 @@ from grpo_jax.types import Mean, Rollout, Sample
 
 P, G, T = 4, 4, 6
 SGD = optax.sgd(0.1)
+OPTIONS = {"dr_grpo": {"max_length": T}}
 
 
 def rollout_of(prompts, seed=0, tokens=None):
@@ -337,7 +338,7 @@ def test_a_packed_batch_gives_the_same_update(tiny_model, tiny_params, batch, mo
     assert packed.rollout.places_PN.shape == (P, math.ceil(0.9 * G * T))
     state = init_state(tiny_params, SGD)
     expected = jax.jit(make_train_step(tiny_model, objective, SGD))(state, data)
-    for model, microbatches in ((tiny_model, 1), (tiny_model, 2), (tiny_model._replace(extend_packed=None), 1)):
+    for model, microbatches in ((tiny_model, 1), (tiny_model, 2), (tiny_model._replace(together=None), 1)):
         step = jax.jit(make_train_step(model, objective, SGD, microbatches=microbatches))
         chex.assert_trees_all_close(step(state, packed), expected, atol=2e-6, rtol=2e-5)
     with pytest.raises(ValueError, match="group_microbatches=1"):
@@ -359,7 +360,7 @@ def test_packing_computes_fewer_tokens(tiny_params, batch):
 @pytest.mark.parametrize("name", ["dapo", "dr_grpo", "gspo"])
 def test_idle_groups_are_left_out_exactly(tiny_model, tiny_params, batch, name):
     """Their weight stays in the normaliser: update, loss and metrics are those of the whole batch."""
-    objective = PRESETS[name]()
+    objective = PRESETS[name](**OPTIONS.get(name, {}))
     rollout, reward, ref = batch
     reward = reward.at[jnp.array([1, 3])].set(0.7)
     data = assembled(objective, (rollout, reward, ref))
@@ -381,7 +382,10 @@ def test_groups_stay_where_they_have_a_gradient(batch):
     rollout, reward, ref = batch
     data = assembled(objective, (rollout, jnp.zeros_like(reward), ref))
     assert leave_out_idle(objective, data, (1, 2)) is data
-    inert = {name: idle_is_inert(PRESETS[name]()) for name in ("dapo", "dr_grpo", "gspo", "ppo", "grpo")}
+    inert = {
+        name: idle_is_inert(PRESETS[name](**OPTIONS.get(name, {})))
+        for name in ("dapo", "dr_grpo", "gspo", "ppo", "grpo")
+    }
     assert inert == {"dapo": True, "dr_grpo": True, "gspo": True, "ppo": False, "grpo": False}
     assert idle_is_inert(grpo(beta=0.0))
     assert not idle_is_inert(entropy_bonus(dapo(), coef=0.01))

@@ -7,17 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax import rollout as rollouts
 from grpo_jax.loop import copy
 from grpo_jax.models import LanguageModel, load_pretrained
 from grpo_jax.objectives import grpo
+from grpo_jax.rollout import assemble, leave_out_idle, pack, score, trim
 from grpo_jax.sampler import generate
 from grpo_jax.train_step import adamw, init_state, make_train_step
 from grpo_jax.types import Batch, Prompts, Rollout
 
 LENGTH_BUCKETS = 4  # the default of `loop.train`
-pack = getattr(rollouts, "pack", lambda rollout: rollout)
-leave_out_idle = getattr(rollouts, "leave_out_idle", lambda objective, batch, sizes: batch)
 
 
 def build(spec: SimpleNamespace, inputs: dict) -> "GrpoJax":
@@ -50,7 +48,7 @@ class GrpoJax:
 
     def score(self, clock, rollout: Rollout):
         with clock("reference"):
-            return jax.block_until_ready(rollouts.score(self.model, self.frozen, rollout)[0])
+            return jax.block_until_ready(score(self.model, self.frozen, rollout)[0])
 
     def train(self, clock, batch: Batch) -> dict:
         work = self.spec.workload
@@ -63,7 +61,7 @@ class GrpoJax:
 
     def prepare(self, rollout: Rollout) -> Rollout:
         """What the loop does between sampling and training."""
-        return pack(rollouts.trim(rollout, LENGTH_BUCKETS))
+        return pack(trim(rollout, LENGTH_BUCKETS))
 
     def given(self) -> Rollout:
         mask = jnp.asarray(self.inputs["mask_PGT"])
@@ -78,7 +76,7 @@ class GrpoJax:
         noise = lambda name: self.inputs[name][..., : logp.shape[-1]]
         rollout = rollout._replace(logp_PGT=logp + noise("old_noise_PGT"))
         fields = {"ref_logp_T": logp + noise("reference_noise_PGT")} if self.spec.workload.beta else {}
-        batch = rollouts.assemble(self.objective, rollout, self.inputs["reward_PG"], **fields)
+        batch = assemble(self.objective, rollout, self.inputs["reward_PG"], **fields)
         batch = batch._replace(samples=batch.samples._replace(adv=jnp.asarray(self.inputs["advantage_PG"])))
         metrics = self.train(clock, batch)
         scale = max(1.0, metrics["grad_norm"] / self.spec.clip_norm)
@@ -94,7 +92,7 @@ class GrpoJax:
         rollout = self.prepare(self.sample(clock))
         length_PG = np.asarray(rollout.mask_PGT).sum(-1)  # the host reads the tokens and scores them
         fields = {"ref_logp_T": self.score(clock, rollout)} if self.spec.workload.beta else {}
-        self.train(clock, rollouts.assemble(self.objective, rollout, self.inputs["reward_PG"], **fields))
+        self.train(clock, assemble(self.objective, rollout, self.inputs["reward_PG"], **fields))
         return length_PG
 
     def reference(self, clock) -> None:

@@ -42,6 +42,18 @@ def attend(q_TKhd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
     return (out / jnp.moveaxis(total, -1, 0)[..., None]).astype(q_TKhd.dtype)
 
 
+def attend_causal(q_SKhd: Array, k_KSd: Array, v_KSd: Array, mask_S: Array, *, block: int = 256) -> Array:
+    """Causal attention of a sequence to itself. A block of queries sees the keys up to its own end: those behind it,
+    which the mask would remove, are not computed. Returns [S, K, h, d]."""
+    S, outs = q_SKhd.shape[0], []
+    causal_SS = jnp.tril(jnp.ones((S, S), bool)) & mask_S[None, :]
+    for start in range(0, S, block):
+        end = min(start + block, S)
+        mask = causal_SS[start:end, :end]
+        outs.append(attend(q_SKhd[start:end], [(k_KSd[:, :end], v_KSd[:, :end], mask)]))
+    return jnp.concatenate(outs) if len(outs) > 1 else outs[0]
+
+
 def attend_one(q_Khd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
     """`attend` of one query, with keys stored as columns: `parts` holds (k_KdS, v_KSd, mask_S). Returns [K, h, d].
 

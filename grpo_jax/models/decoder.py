@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_jax.models.attention import attend, attend_one, einsum32, take_rows
+from grpo_jax.models.attention import attend, attend_causal, attend_one, einsum32, take_rows
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.types import Array, Params
 
@@ -223,12 +223,10 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
 
     def prefill(params: Params, tokens_S: Array, mask_S: Array) -> tuple[Array, PromptCache]:
         chex.assert_rank([tokens_S, mask_S], 1)
-        S = tokens_S.shape[0]
         turn = turns(jnp.cumsum(mask_S) - 1, frequencies())
-        mask_SS = jnp.tril(jnp.ones((S, S), bool)) & mask_S[None, :]
 
         def body(x, layer, _):
-            attention = lambda q, k, v: (attend(q, [(k, v, mask_SS)]), (k, v))
+            attention = lambda q, k, v: (attend_causal(q, k, v, mask_S), (k, v))
             return block.apply({"params": layer}, x, turn, attention)
 
         x, (k, v) = run_layers(params["layers"], embed(params, tokens_S), body, None)
@@ -247,27 +245,38 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
         x, _ = run_layers(params["layers"], embed(params, tokens_T), body, (cache.k_LKSd, cache.v_LKSd))
         return final_norm(params, x)
 
-    def extend_packed(params: Params, cache: PromptCache, tokens_GT: Array, place_N: Array) -> Array:
-        chex.assert_rank([tokens_GT, place_N], [2, 1])
-        (G, T), N = tokens_GT.shape, place_N.shape[0]
-        slot_M = jnp.full(G * T, N).at[place_N].set(jnp.arange(N), mode="drop")
+    def together(params: Params, tokens_S: Array, mask_S: Array, tokens_GT: Array, place_N: Array | None):
+        chex.assert_rank([tokens_S, mask_S, tokens_GT], [1, 1, 2])
+        S, (G, T) = tokens_S.shape[0], tokens_GT.shape
+        if place_N is None:
+            place_N, padded = jnp.arange(G * T), lambda y: y
+            packed = padded
+        else:
+            N = place_N.shape[0]
+            slot_M = jnp.full(G * T, N).at[place_N].set(jnp.arange(N), mode="drop")
+            padded, packed = (lambda y: take_rows(y, slot_M, place_N)), (lambda y: take_rows(y, place_N, slot_M))
         tokens_N = tokens_GT.reshape(-1).at[place_N].get(mode="fill", fill_value=0)
-        turn = turns(cache.mask_S.sum() + place_N % T, frequencies())
+        turn = turns(jnp.concatenate([jnp.cumsum(mask_S) - 1, mask_S.sum() + place_N % T]), frequencies())
         causal_TT = jnp.tril(jnp.ones((T, T), bool))
 
-        def body(x, layer, prompt_kv):
-            # Products with weights see the packed rows; attention, which needs few of them, the padded [G, T].
+        def body(x, layer, _):
+            # Products with weights see all rows at once; attention sees the prompt, and the completions as [G, T].
             def attention(q, k, v):
-                padded = lambda y: take_rows(y, slot_M, place_N).reshape(G, T, *y.shape[1:])
-                q, k, v = padded(q), padded(k.swapaxes(0, 1)).swapaxes(1, 2), padded(v.swapaxes(0, 1)).swapaxes(1, 2)
-                one = lambda q, k, v: attend(q, [(*prompt_kv, cache.mask_S), (k, v, causal_TT)])
-                out = jax.vmap(one)(q, k, v)
-                return take_rows(out.reshape(G * T, *out.shape[2:]), place_N, slot_M), None
+                k_KSd, v_KSd = k[:, :S], v[:, :S]
+                grouped = lambda y: padded(y).reshape(G, T, *y.shape[1:])
+                q_GT, k_GT, v_GT = grouped(q[S:]), grouped(k[:, S:].swapaxes(0, 1)), grouped(v[:, S:].swapaxes(0, 1))
+                one = lambda q, k, v: attend(
+                    q, [(k_KSd, v_KSd, mask_S), (k.swapaxes(0, 1), v.swapaxes(0, 1), causal_TT)]
+                )
+                out_GT = jax.vmap(one)(q_GT, k_GT, v_GT)
+                out_N = packed(out_GT.reshape(G * T, *out_GT.shape[2:]))
+                return jnp.concatenate([attend_causal(q[:S], k_KSd, v_KSd, mask_S), out_N]), None
 
             return block.apply({"params": layer}, x, turn, attention)
 
-        x, _ = run_layers(params["layers"], embed(params, tokens_N), body, (cache.k_LKSd, cache.v_LKSd))
-        return final_norm(params, x)
+        x, _ = run_layers(params["layers"], embed(params, jnp.concatenate([tokens_S, tokens_N])), body, None)
+        hidden = final_norm(params, x)
+        return hidden[:S], hidden[S:]
 
     def logits(params: Params, hidden_D: Array) -> Array:
         # A tied head is read where it lies, [V, D]: no transposed copy, and the faster product on CPUs.
@@ -304,6 +313,4 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
             grown.append(kept)
         return final_norm(weights, x)[0], grown
 
-    return LanguageModel(
-        config, init, prefill, extend, logits, for_decoding, empty, decode, logits, AXES, extend_packed
-    )
+    return LanguageModel(config, init, prefill, extend, logits, for_decoding, empty, decode, logits, AXES, together)

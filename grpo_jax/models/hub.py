@@ -50,16 +50,19 @@ LAYER_NAMES = {
 O_BIAS = "model.layers.{}.self_attn.o_proj.bias"
 
 
-def load_pretrained(path_or_id: str | Path, *, dtype: str = "float32") -> tuple[LanguageModel, Params]:
+def load_pretrained(
+    path_or_id: str | Path, *, dtype: str = "float32", remat: str = "layer"
+) -> tuple[LanguageModel, Params]:
     """The decoder and the parameters of a Hugging Face folder, or of a Hub id (`owner/name`).
 
     The folder holds config.json and model.safetensors, or the shards that model.safetensors.index.json lists; weights
-    are converted to `dtype`. Raises FileNotFoundError for what is missing on disk, ValueError for an architecture
-    that the decoder does not compute exactly and for tensors that do not match it, naming the field or the tensor.
+    are converted to `dtype`; `remat` is that of `decoder`. Raises FileNotFoundError for what is missing on disk,
+    ValueError for an architecture that the decoder does not compute exactly and for tensors that do not match it,
+    naming the field or the tensor.
     """
     folder = find_folder(path_or_id, (CONFIG, "model*.safetensors", INDEX))
     config = config_from_hf(json.loads(_existing(folder, CONFIG).read_text()), dtype)
-    model = decoder(config)
+    model = decoder(config, remat=remat)
     with ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
         params = _read_params(model, tensors)

@@ -21,8 +21,8 @@ class LanguageModel(NamedTuple):
     decode_logits(weights, hidden_D)            -> logits_V
     ```
 
-    A model may have `extend_packed(params, cache, tokens_GT, place_N) -> hidden_ND`, which computes only the tokens at
-    the places g·T + t of a group; without it `extend` computes all of them and the rest is thrown away.
+    A model may have `together(params, tokens_S, mask_S, tokens_GT, place_N) -> hidden_SD, hidden_ND`: a prompt and its
+    group's tokens at the places g·T + t (None: all) in one pass, which keeps no cache. Training then uses it.
 
     `cache` holds a prompt's keys and values and is shared by its group: map `extend` and `decode` over completions
     with `in_axes=None` for it. `config` describes the architecture (`vocab_size` at least). `axes` says what the
@@ -39,4 +39,4 @@ class LanguageModel(NamedTuple):
     decode: Callable
     decode_logits: Callable
     axes: tuple[tuple[str, str], ...] | None = None
-    extend_packed: Callable | None = None
+    together: Callable | None = None

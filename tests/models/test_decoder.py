@@ -1,6 +1,7 @@
 """The decoder's own laws: causality, padding, the shared prompt, and one token at a time."""
 
 import dataclasses
+from functools import partial
 
 import chex
 import jax
@@ -10,7 +11,8 @@ import pytest
 from conftest import TINY
 
 from grpo_jax.models import DecoderConfig, decoder
-from grpo_jax.models.decoder import attend, rope_frequencies
+from grpo_jax.models.attention import attend, attend_causal
+from grpo_jax.models.decoder import rope_frequencies
 
 VARIANTS = {
     "plain": TINY,
@@ -86,6 +88,40 @@ def test_attention_in_parts_is_attention_in_one():
     p = np.exp(score - score.max(-1, keepdims=True))
     expected = np.einsum("tkhs,ksd->tkhd", p / p.sum(-1, keepdims=True), value)
     np.testing.assert_allclose(whole, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("block", [1, 3, 4])
+def test_blocks_of_a_causal_attention_change_cost_only(block):
+    rng = np.random.default_rng(1)
+    q, k, v = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 2, 2, 4), (2, 8, 4), (2, 8, 4)))
+    mask = jnp.arange(8) >= 3
+    whole, cut = attend_causal(q, k, v, mask), attend_causal(q, k, v, mask, block=block)
+    np.testing.assert_allclose(cut[3:], whole[3:], atol=1e-6)
+
+
+def test_blocks_of_a_causal_attention_save_work(optimized):
+    """Four blocks compute 10 of 16 blocks of scores."""
+    q, k, v = jnp.zeros((64, 2, 2, 8)), jnp.zeros((2, 64, 8)), jnp.zeros((2, 64, 8))
+    program = lambda block: jax.jit(partial(attend_causal, block=block)).lower(q, k, v, jnp.ones(64, bool)).compile()
+    assert program(16).cost_analysis()["flops"] < 0.7 * program(64).cost_analysis()["flops"]
+
+
+def test_a_prompt_and_its_group_together_equal_one_after_another():
+    model, ids = decoder(TINY), tokens(8)
+    params, mask = jax.jit(model.init)(jax.random.key(0)), jnp.arange(8) >= 2
+    group = jnp.stack([tokens(5), tokens(5)[::-1]])
+
+    def separate(params):
+        hidden, cache = model.prefill(params, ids, mask)
+        return hidden, jax.vmap(lambda x: model.extend(params, cache, x))(group).reshape(10, -1)
+
+    expected = jax.jit(separate)(params)
+    whole = jax.jit(lambda p: model.together(p, ids, mask, group, None))(params)
+    places = jnp.array([0, 1, 5, 6, 7, 10])
+    packed = jax.jit(lambda p: model.together(p, ids, mask, group, places))(params)
+    np.testing.assert_allclose(whole[0][2:], expected[0][2:], atol=1e-5)
+    np.testing.assert_allclose(whole[1], expected[1], atol=1e-5)
+    np.testing.assert_allclose(packed[1][:5], expected[1][places[:5]], atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"remat": "none"}, {"remat": "attention"}, {"remat": "dots"}, {"scan": False}])
