@@ -106,9 +106,12 @@ def count(text: str) -> Counts:
     module = parse(text)
     counts = Counts([], [], {})
     for computation, times in _running(module, module.computations[module.entry], 1, counts.loops):
+        seen = set()  # TPUs split an asynchronous collective into several fusions: each names it, with its channel
         for instruction in computation.instructions.values():
-            found = list(_collectives(module, computation, instruction))
-            counts.collectives.extend(Collective(kind, times, size, group) for kind, size, group in found)
+            for kind, payload, group, channel in _collectives(module, computation, instruction):
+                if channel is None or (kind, payload, channel) not in seen:
+                    counts.collectives.append(Collective(kind, times, payload, group))
+                seen.add((kind, payload, channel))
             flops = _flops(module, computation, instruction)
             moved = _moved(module, computation, instruction)
             if flops or moved:
@@ -258,20 +261,22 @@ def _initial(computation: Computation, loop: Instruction, index: int) -> int:
 
 def _collectives(
     module: Module, computation: Computation, instruction: Instruction
-) -> Iterator[tuple[str, float, tuple[int, ...]]]:
-    """(kind, bytes, group) of an instruction and of what is fused into it.
+) -> Iterator[tuple[str, float, tuple[int, ...], str | None]]:
+    """(kind, bytes, group, channel) of an instruction and of what is fused into it.
 
     TPUs fuse an all-reduce with the slice that each device keeps of it: a reduce-scatter under another name.
     """
     kind = instruction.op.removesuffix("-start")
     if kind in COLLECTIVES:
-        yield kind, _payload(computation, instruction, kind), _group(instruction.attributes)
+        channel = re.search(r"channel_id=(\d+)", instruction.attributes)
+        group = _group(instruction.attributes)
+        yield kind, _payload(computation, instruction, kind), group, channel and channel[1]
     for name in instruction.called("calls") if instruction.op == "fusion" else ():
         inner = module.computations[name]
         for fused in inner.instructions.values():
-            for kind, payload, group in _collectives(module, inner, fused):
+            for kind, *rest in _collectives(module, inner, fused):
                 scattered = kind == "all-reduce" and "reduce-scatter" in name
-                yield "reduce-scatter" if scattered else kind, payload, group
+                yield "reduce-scatter" if scattered else kind, *rest
 
 
 def _payload(computation: Computation, instruction: Instruction, kind: str) -> float:

@@ -347,7 +347,7 @@ def compile_program(name: str, function: Any, args: Sequence, resident: int, top
     try:
         compiled = function.trace(*args).lower(lowering_platforms=("tpu",)).compile()
     except jax.errors.JaxRuntimeError as error:
-        if (needed := overflow(str(error))) is None:
+        if (needed := overflow(str(error), arguments)) is None:
             raise
         seconds = time.perf_counter() - started
         return Program(name, arguments, 0, 0, max(0, needed - arguments), 0, resident, seconds, overflow_bytes=needed)
@@ -364,7 +364,12 @@ def compile_program(name: str, function: Any, args: Sequence, resident: int, top
 UNITS = {"B": 1, "K": 1024, "M": 1024**2, "G": 1024**3, "T": 1024**4}
 
 
-def overflow(message: str) -> int | None:
-    """Bytes that a program needs of the chip's memory, from XLA's message that it ran out of it; None for another."""
-    found = re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message)
-    return int(float(found[1]) * UNITS[found[2] or "B"]) if found else None
+def overflow(message: str, arguments: int) -> int | None:
+    """Bytes that a program needs of the chip's memory, from XLA's message that it ran out of it; None for another.
+
+    One form of the message tells all of them, another those of temporaries, without the arguments.
+    """
+    if found := re.search(r"Used ([\d.]+)([BKMGT]?) of [\d.]+[BKMGT]? hbm", message):
+        return int(float(found[1]) * UNITS[found[2] or "B"])
+    found = re.search(r"required for HLO temporaries \(([\d.]+)([BKMGT]?)\) exceeds available HBM", message)
+    return arguments + int(float(found[1]) * UNITS[found[2] or "B"]) if found else None

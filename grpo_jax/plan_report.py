@@ -84,13 +84,13 @@ def figures(plan: Plan) -> dict[str, Any]:
 
 def suggestions(plan: Plan) -> list[str]:
     """What to try where a plan does not fit, the cheapest first, from what takes the memory; empty where it fits."""
+    if plan.fits:
+        return []
     found = []
     for name, program in plan.programs.items():
         if program.needed_bytes > plan.topology.usable_bytes:
             found += {"step": _for_step, "sampler": _for_sampler}.get(name, _for_rest)(plan, program)
-    if found:
-        found.append(_more_chips(plan))
-    return list(dict.fromkeys(filter(None, found)))
+    return list(dict.fromkeys(filter(None, [*found, _more_chips(plan)])))
 
 
 def _for_step(plan: Plan, step: Program) -> list[str | None]:
@@ -122,11 +122,9 @@ def _for_step(plan: Plan, step: Program) -> list[str | None]:
 
 
 def _for_sampler(plan: Plan, sampler: Program) -> list[str | None]:
-    config, room = plan.config, ROOM * plan.topology.usable_bytes
-    weights, sizes = sampler.argument_bytes, config.mesh_sizes
-    too_large = weights > room - sampler.resident_bytes - sampler.temp_bytes
+    config, sizes, weights = plan.config, plan.config.mesh_sizes, sampler.argument_bytes
     found = []
-    if too_large and config.decode_weights == "gather" and sizes["fsdp"] > 1:
+    if weights > sampler.temp_bytes and config.decode_weights == "gather" and sizes["fsdp"] > 1:
         size = weights / 1024**3
         found += [_more_tensor(plan), f"--decode-weights split: the sampler's weights take {size:.1f} GiB of each chip"]
     rows = config.batch // (sizes["data"] * sizes["fsdp"])

@@ -130,6 +130,18 @@ ENTRY %main (x: f32[8,4]) -> f32[2,4] {
     assert scatter == hlo.Collective("reduce-scatter", 1, 8 * 4 * 4, (0, 1, 2, 3))
 
 
+def test_a_collective_that_several_fusions_name_counts_once():
+    fused = """%part.NUMBER (p: f32[8,4]) -> f32[32,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %g = f32[32,4]{1,0} all-gather(%p), channel_id=CHOSEN, replica_groups=[1,4]<=[4], dimensions={0}
+}
+"""
+    parts = [fused.replace("NUMBER", str(i)).replace("CHOSEN", str(channel)) for i, channel in enumerate((7, 7, 8))]
+    calls = "\n".join(f"  %f.{i} = f32[32,4]{{1,0}} fusion(%x), kind=kCustom, calls=%part.{i}" for i in range(3))
+    text = "\n".join(parts) + "\nENTRY %main (x: f32[8,4]) -> f32[32,4] {\n  %x = f32[8,4]{1,0} parameter(0)\n" + calls
+    assert hlo.count(text + "\n}\n").collectives == [hlo.Collective("all-gather", 1, 512, (0, 1, 2, 3))] * 2
+
+
 def test_convolutions_count_the_pairs_that_meet():
     shape = "ENTRY %main () -> f32[] {\n %l = bf16[8,4,16] parameter(0)\n %r = bf16[8,16,32] parameter(1)\n %c = "
     # Eight products [4, 16] × [16, 32] as one convolution: a window of 8 over entries 8 apart meets one entry each.
