@@ -26,7 +26,7 @@ from grpo_jax.devices import SINGLE, pmapped, sharded
 from grpo_jax.evaluate import evaluate
 from grpo_jax.loop import begin, train, warm_up
 from grpo_jax.models import DecoderConfig, decoder, from_nnx
-from grpo_jax.objectives import PRESETS, ema, reads
+from grpo_jax.objectives import PRESETS, batch_loss, diagnostics, ema, reads
 from grpo_jax.parallel import make_mesh
 from grpo_jax.policy import Sampling
 from grpo_jax.rollout import assemble, score
@@ -38,6 +38,9 @@ from grpo_jax.types import Prompts, Rollout
 
 P, G, S, T, V = 32, 3, 5, 4, 16  # few tokens: a ratio is as exact as its log-probabilities are small
 MODEL = decoder(DecoderConfig(V, 16, 32, 1, 8, 8, 2, tie_word_embeddings=False, attention_bias=True), remat="none")
+# Most rows are of a model that compiles quickly, with axes for every axis of a mesh.
+QUICK = bigram(vocab=V)._replace(axes=(("embed", "vocab embed"), ("out", "embed vocab"), ("bias", "vocab")))
+MODELS = {"decoder": MODEL, "quick": QUICK}
 SAMPLING = Sampling(temperature=0.9, top_p=0.95)
 
 PMAP = {f"pmap {n}": (n,) for n in (1, 2, 4, 8)}
@@ -53,14 +56,15 @@ LAYOUTS = (*PMAP, *MESHES)
 # One preset for each normaliser: sequences, tokens, a fixed length, tokens of groups with signal, sequences (sums).
 NORMALISERS = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 MICROBATCHES = (1, 2, 4)
-# Every layout, cuts and normalisers going round; and all cuts on three of them.
 ROWS = [
-    (layout, MICROBATCHES[(i + j) % 3], NORMALISERS[(i + j) % len(NORMALISERS)])
+    ("quick", layout, MICROBATCHES[(i + j) % 3], NORMALISERS[(i + j) % len(NORMALISERS)])
     for i, layout in enumerate(LAYOUTS)
     for j in (range(3) if layout in ("pmap 4", "fsdp 4", MIXED) else (0,))
-]
-SAMPLED = [(layout, "gather") for layout in ("pmap 2", "pmap 8", "data 4", "fsdp 8", "tensor 2", "tensor 8", MIXED)]
-SAMPLED += [("fsdp 4", "split"), (MIXED, "split")]
+]  # every layout, cuts and normalisers going round, and all cuts on three of them
+ROWS += [("decoder", "pmap 4", 2, "grpo"), ("decoder", "tensor 4", 1, "bnpo"), ("decoder", MIXED, 4, "dapo")]
+SAMPLED = [("quick", n, "gather") for n in ("pmap 2", "data 4", "fsdp 8", "tensor 2")]
+SAMPLED += [("decoder", n, "gather") for n in ("pmap 8", "tensor 8", MIXED)]
+SAMPLED += [("quick", "fsdp 4", "split"), ("decoder", MIXED, "split")]
 WRONG = ("bnpo", "dapo")  # presets whose devices have unequal weights
 
 
@@ -173,26 +177,66 @@ def build_mean_of_means(*parts, axis_name, **options):
     return lambda state, batch: jax.lax.pmean(step(state, batch), axis_name)
 
 
-def drawn(layout: str, decode: str) -> Rollout:
-    devices = devices_of(layout, decode)
+def every_preset(layout: str) -> tuple[dict, dict]:
+    """For each preset the gradient of its loss in the log-probabilities, and loss and diagnostics: one program."""
+    devices = devices_of(layout, axes=QUICK.axes)
+    rollout, reward, fields = material(QUICK)
+    move = 0.2 * np.sin(np.arange(P * G * T)).reshape(P, G, T)
+    logp = rollout.logp_PGT + np.where(rollout.mask_PGT, move, 0)
+
+    def losses(logp, rollout, reward, fields):
+        gradients, values = {}, {}
+        for name in PRESETS:
+            objective = objective_of(name)
+            rewards = jnp.stack([reward, reward**2], axis=1) if name == "gdpo" else reward
+            samples = assemble(
+                objective, rollout, rewards, **{k: fields[k] for k in fields if k in reads(objective)}
+            ).samples
+            samples = samples._replace(value_T=0.5 * fields["old_value_T"], entropy_T=fields["entropy_T"])
+            loss = lambda logp, objective=objective, samples=samples: batch_loss(objective, logp, samples).value()
+            value, gradients[name] = jax.value_and_grad(loss)(logp)
+            seen = diagnostics(objective, logp, samples)
+            values[name] = {"loss": value} | {key: mean.value() for key, mean in seen.items()}
+        return gradients, values
+
+    program = devices.whole_batch(losses, ("rows",) * 4, ("rows", "whole"))
+    return jax.device_get(program(*devices.put_rows((logp.astype(np.float32), rollout, reward, fields))))
+
+
+def presets(layout: str) -> list[dict]:
+    (got, got_values), (wanted, values) = every_preset(layout), every_preset("single")
+    return [
+        {
+            "layout": layout, "preset": name, "gradient": far(got[name], wanted[name]),
+            "size": norm(wanted[name]),
+            "metrics": {k: abs(float(got_values[name][k]) - float(x)) for k, x in values[name].items()},
+            "sizes": {k: abs(float(x)) for k, x in values[name].items()},
+        }
+        for name in PRESETS
+    ]  # fmt: skip
+
+
+def drawn(model, layout: str, decode: str) -> Rollout:
+    devices = devices_of(layout, decode, model.axes)
     draw = devices.per_prompt(
-        partial(generate, MODEL, group_size=G, max_new_tokens=6, stop_ids=(1, 2, 3), **SAMPLING._asdict()),
+        partial(generate, model, group_size=G, max_new_tokens=6, stop_ids=(1, 2, 3), **SAMPLING._asdict()),
         ("decode", "prompts", "whole", "first"), "rows",
     )  # fmt: skip
-    weights = devices.for_decoding(devices.put("state", parameters()))
+    weights = devices.for_decoding(devices.put("state", parameters(model)))
     return draw(weights, devices.put_rows(prompts()), jax.random.key(3), 7)
 
 
-def sampled(layout: str, decode: str = "gather") -> dict:
+def sampled(name: str, layout: str, decode: str) -> dict:
     """Completions and what `score` says of them."""
-    began = time.perf_counter()
-    devices = devices_of(layout, decode)
-    rollout, wanted = drawn(layout, decode), drawn("single", "gather")
-    scorer = partial(score, MODEL, sampling=SAMPLING, with_entropy=True)
-    scorer = devices.per_prompt(scorer, ("state", "rows"), ("rows", "rows"))
-    logp, entropy = scorer(devices.put("state", parameters()), rollout)
-    wanted_logp, wanted_entropy = score(MODEL, parameters(), wanted, sampling=SAMPLING, with_entropy=True)
+    began, model = time.perf_counter(), MODELS[name]
+    devices = devices_of(layout, decode, model.axes)
+    rollout, wanted = drawn(model, layout, decode), drawn(model, "single", "gather")
+    scorer = partial(score, model, sampling=SAMPLING, with_entropy=True)
+    on_devices = devices.per_prompt(scorer, ("state", "rows"), ("rows", "rows"))
+    logp, entropy = on_devices(devices.put("state", parameters(model)), rollout)
+    wanted_logp, wanted_entropy = scorer(parameters(model), wanted)
     return {
+        "model": name,
         "layout": layout,
         "decode": decode,
         "different": int(np.sum(np.asarray(rollout.tokens_PGT) != np.asarray(wanted.tokens_PGT))),
@@ -318,17 +362,17 @@ def main() -> None:
         for layout, name in RUNS:
             tell("runs", whole_run(layout, name))
     if "sampler" in wanted:
-        for layout, decode in SAMPLED:
-            tell("sampler", sampled(layout, decode))
+        for name, layout, decode in SAMPLED:
+            tell("sampler", sampled(name, layout, decode))
     if "wrong" in wanted:
         for name in WRONG:
-            tell("wrong", compare("pmap 4", name, 1, bigram(), build_mean_of_means))
+            tell("wrong", compare("pmap 4", name, 1, QUICK, build_mean_of_means))
     if "presets" in wanted:
-        for name in PRESETS:
-            tell("presets", compare(MIXED, name, 2, bigram()))
+        for row in presets(MIXED):
+            tell("presets", row)
     if "update" in wanted:
-        for layout, microbatches, name in ROWS:
-            tell("update", compare(layout, name, microbatches))
+        for model, layout, microbatches, name in ROWS:
+            tell("update", {"model": model} | compare(layout, name, microbatches, MODELS[model]))
     if "full" in wanted:
         for layout, microbatches, name in product(LAYOUTS, MICROBATCHES, NORMALISERS):
             tell("full", compare(layout, name, microbatches))

@@ -59,19 +59,19 @@ class BigramConfig(NamedTuple):
 
 
 @cache
-def bigram(stop_share: float = 0.3, dtype: str = "float32") -> LanguageModel:
+def bigram(stop_share: float = 0.3, dtype: str = "float32", vocab: int = V) -> LanguageModel:
     """Logits of the last token and the prompt's mean: a language model that compiles in no time.
 
     `stop_share` is roughly the chance of the stop token at the start, so that completions differ in length.
     """
 
-    config = BigramConfig(dtype=dtype)
+    config = BigramConfig(vocab, dtype=dtype)
 
     def init(key):
         width = config.hidden_size
         embed, out = jax.random.split(key)
-        bias = jnp.zeros(V).at[STOP].set(jnp.log(stop_share / (1 - stop_share) * V))
-        embed, out = jax.random.normal(embed, (V, width)), 0.5 * jax.random.normal(out, (width, V))
+        bias = jnp.zeros(vocab).at[STOP].set(jnp.log(stop_share / (1 - stop_share) * V))
+        embed, out = jax.random.normal(embed, (vocab, width)), 0.5 * jax.random.normal(out, (width, vocab))
         return jax.tree.map(lambda x: x.astype(dtype), {"embed": embed, "out": out, "bias": bias})
 
     def hidden(params, tokens, context_D):
