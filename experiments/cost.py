@@ -23,7 +23,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from grpo_jax.models import DecoderConfig, decoder
+from grpo_jax.models import DecoderConfig, LanguageModel, decoder
 from grpo_jax.policy import completion_logp
 from grpo_jax.types import Prompts
 
@@ -70,25 +70,28 @@ def formula(G: int, S: int, T: int, V: int, L: int, prompts: int = 1) -> float:
     return 6 * layer * L * tokens + 12 * L * heads * attention + 6 * D * V * G * T
 
 
+def _compiled(model: LanguageModel, chunk: int, G: int, S: int, T: int):
+    """Loss and gradient of one prompt and its group."""
+    prompts = Prompts(jax.ShapeDtypeStruct((1, S), jnp.int32), jax.ShapeDtypeStruct((1, S), jnp.bool_))
+    tokens, mask = jax.ShapeDtypeStruct((1, G, T), jnp.int32), jax.ShapeDtypeStruct((1, G, T), jnp.bool_)
+    loss = lambda params, *x: completion_logp(model, params, *x, chunk=chunk).mean()
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    return jax.jit(jax.value_and_grad(loss)).lower(params, prompts, tokens, mask).compile()
+
+
+def flops(G: int, S: int, T: int, V: int, L: int) -> float:
+    """XLA's count, of unrolled layers and one chunk: the body of a loop would be counted once."""
+    model = decoder(shape(V, L), remat="none", scan=False)
+    return _compiled(model, G * T, G, S, T).cost_analysis()["flops"]
+
+
 def cost(G: int, S: int, T: int, V: int, L: int) -> Cost:
     """Compiles loss and gradient of one prompt and its group, twice: to count, and as it runs."""
-    config = shape(V, L)
-    prompts = Prompts(jax.ShapeDtypeStruct((1, S), jnp.int32), jax.ShapeDtypeStruct((1, S), jnp.bool_))
-    tokens = jax.ShapeDtypeStruct((1, G, T), jnp.int32)
-    mask = jax.ShapeDtypeStruct((1, G, T), jnp.bool_)
-
-    def compiled(model, chunk):
-        loss = lambda params, *x: completion_logp(model, params, *x, chunk=chunk).mean()
-        params = jax.eval_shape(model.init, jax.random.key(0))
-        return jax.jit(jax.value_and_grad(loss)).lower(params, prompts, tokens, mask).compile()
-
-    counted = compiled(decoder(config, remat="none", scan=False), G * T)  # a loop's body would be counted once
-    runs = compiled(decoder(config), CHUNK)
     return Cost(
-        counted.cost_analysis()["flops"],
+        flops(G, S, T, V, L),
         formula(G, S, T, V, L),
         formula(G, S, T, V, L, prompts=G),
-        runs.memory_analysis().temp_size_in_bytes,
+        _compiled(decoder(shape(V, L)), CHUNK, G, S, T).memory_analysis().temp_size_in_bytes,
     )
 
 
