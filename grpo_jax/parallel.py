@@ -40,7 +40,8 @@ DECODE_RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = {
     # Split over fsdp and tensor at once: the devices of an fsdp group decode the same prompts, each a part of a layer.
     "split": RULES
     | {"batch": "data", "embed": None}
-    | dict.fromkeys(("vocab", "heads", "kv", "mlp", "unknown"), ("fsdp", "tensor")),
+    | dict.fromkeys(("vocab", "heads", "kv", "mlp"), ("tensor", "fsdp"))  # within the part that tensor gave before
+    | {"unknown": ("fsdp", "tensor")},
 }
 SMALL = 1024  # entries up to which an array without named axes is replicated: splitting it would save nothing
 
