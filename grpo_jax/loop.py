@@ -24,7 +24,7 @@ from grpo_jax.critic import Critic, policy_of, with_critic
 from grpo_jax.devices import SINGLE, Devices
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_advantages, reads, reads_in_prepare
-from grpo_jax.policy import CHUNK, Sampling
+from grpo_jax.policy import Sampling
 from grpo_jax.processes import together
 from grpo_jax.rewards import Scores
 from grpo_jax.rewards import score as score_rewards
@@ -120,7 +120,7 @@ def train(
     update_reference: Callable[[int, Params, Params], Params] | None = None,
     saved: Saved | None = None,
     prompt_length: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     devices: Devices = SINGLE,
 ) -> Iterator[tuple[Saved, dict]]:
     """GRPO, one yield of `(saved, metrics)` an iteration: sample, score, update.
@@ -333,7 +333,7 @@ def warm_up(
     batch_size: int = 64,
     seed: int = 0,
     prompt_length: int | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
     devices: Devices = SINGLE,
 ) -> Iterator[tuple[TrainState, dict]]:
     """Supervised updates on the targets of `task.train`, one yield of `(state, metrics)` each: a start for GRPO.

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.types import Array, Params, Prompts
 
-CHUNK = 256  # tokens projected on the vocabulary at a time
+LOGITS = 1 << 24  # entries of the logits that exist at once, where the caller does not say
 FILTERED = -1e30
 
 
@@ -145,12 +145,13 @@ def completion_scores(
     places_PN: Array | None = None,
     sampling: Sampling = Sampling(),
     with_entropy: bool = False,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Array, Array | None]:
     """Log-probabilities and, if asked for, entropies of the distribution before each token; both `[P, G, T]`, 0 outside
     the mask.
 
-    `chunk` bounds the memory of the vocabulary projection: chunk · V floats, or P · V for more prompts than that.
+    `chunk` is the number of tokens projected on the vocabulary at a time, in chunk · V floats (P · V for more prompts
+    than that); None takes as many as make `LOGITS` of them.
     With `places_PN` (see `types.Rollout`) no other tokens are computed; they must hold every place of the mask.
     """
     chex.assert_equal_shape([tokens_PGT, mask_PGT])
@@ -164,6 +165,7 @@ def completion_scores(
         logits_V = kept_logits(model.logits(params, hidden_D), sampling, token)
         return token_logp(logits_V, token), entropy(logits_V) if with_entropy else None
 
+    chunk = LOGITS // model.config.vocab_size if chunk is None else chunk
     scores = over_chunks(score, min(max(chunk // P, 1), token_PN.shape[1]), hidden_PND, token_PN)
 
     def spread(x_PN):
@@ -186,7 +188,7 @@ def completion_logp(
     top_k: int | None = None,
     top_p: float | None = None,
     min_p: float | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Array:
     """`log π(token_t | prompt, tokens before t)` of every completion token, `[P, G, T]` float32, 0 outside the mask.
 

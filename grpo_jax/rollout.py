@@ -15,7 +15,7 @@ import numpy as np
 
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_advantages, batch_loss, diagnostics
-from grpo_jax.policy import CHUNK, Sampling, completion_scores
+from grpo_jax.policy import Sampling, completion_scores
 from grpo_jax.rewards import Scores
 from grpo_jax.tasks import Task
 from grpo_jax.tokenizer import Tokenizer, pad_prompts
@@ -84,7 +84,7 @@ def score(
     *,
     sampling: Sampling = Sampling(),
     with_entropy: bool = False,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> tuple[Array, Array | None]:
     """Log-probabilities (and entropies) of a rollout under `params`, without gradient: π_ref, or a fixed π_old."""
     return completion_scores(

@@ -15,7 +15,7 @@ import optax
 from grpo_jax.critic import Critic, policy_of
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_loss, diagnostics, reads_in_loss
-from grpo_jax.policy import CHUNK, Sampling, completion_scores
+from grpo_jax.policy import Sampling, completion_scores
 from grpo_jax.types import Array, Batch, Mean, Params, TrainState, add_means
 
 OLD_LOGP = ("sampler", "first_epoch")
@@ -118,7 +118,7 @@ def make_train_step(
     old_logp: str = "sampler",
     critic: Critic | None = None,
     axis_name: str | None = None,
-    chunk: int = CHUNK,
+    chunk: int | None = None,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
     """`step(state, batch) -> (state, metrics)`: `epochs` updates (the paper's μ) on one batch, π_old fixed.
 
@@ -131,7 +131,8 @@ def make_train_step(
     `samples.old_logp_T` as the batch has it (the sampler's own log-probabilities: ratios are 1 up to rounding),
     "first_epoch" takes the first epoch's own log-probabilities (ratios are exactly 1 there, at no further cost; right
     when the batch was sampled from these very parameters). With `axis_name`, pairs and gradients are summed over that
-    mapped axis before the division. `chunk` is the number of tokens projected on the vocabulary at a time.
+    mapped axis before the division. `chunk` is the number of tokens projected on the vocabulary at a
+    time; None: as many as the logits' memory allows (`policy.LOGITS`).
 
     An objective that reads `value_T` needs a `critic`; parameters are then `{"policy": …, "critic": …}`.
 
