@@ -50,7 +50,7 @@ def value_network(model: LanguageModel) -> Critic:
         return {"body": jax.tree.map(jnp.copy, policy_params), "head": head_params}
 
     def values(params: Params, prompts: Prompts, tokens_PGT: Array) -> Array:
-        hidden_PGTD = completion_hidden(model, params["body"], prompts, tokens_PGT)
+        hidden_PGTD = completion_hidden(model, model.outer(params["body"]), prompts, tokens_PGT)
         return head.apply({"params": params["head"]}, hidden_PGTD)
 
     return Critic(init, values)

@@ -25,6 +25,7 @@ from grpo_jax.parallel import (
     DECODE_RULES,
     RULES,
     batch_shardings,
+    gather,
     make_mesh,
     moved_bytes,
     param_shardings,
@@ -47,6 +48,7 @@ class Devices(NamedTuple):
     fetch(tree)              -> tree       the rows that this process holds, as NumPy arrays
     for_decoding(params)     -> params     from the layout of training to the sampler's
     moved_bytes(params)      -> int        what the busiest device receives in that
+    for_training(model)      -> model      one that gathers the weights of a layer when it is computed
     per_prompt(function, inputs, outputs, donate=())   -> program   of a function that treats prompts one by one
     whole_batch(function, inputs, outputs, donate=())  -> program   of a function that sees all prompts at once
     ```
@@ -69,6 +71,7 @@ class Devices(NamedTuple):
     fetch: Callable
     for_decoding: Callable
     moved_bytes: Callable
+    for_training: Callable
     per_prompt: Callable
     whole_batch: Callable
 
@@ -90,6 +93,7 @@ def _single() -> Devices:
         fetch=lambda tree: jax.tree.map(np.asarray, tree),
         for_decoding=same,
         moved_bytes=lambda params: 0,
+        for_training=same,
         per_prompt=program,
         whole_batch=program,
     )
@@ -177,8 +181,9 @@ def sharded(mesh: Mesh, axes: Axes = None, decode: str = "gather") -> Devices:
         own=own,
         put_rows=put_rows,
         fetch=lambda tree: jax.tree.map(_local, tree),
-        for_decoding=program(_same, ("state",), "decode"),
+        for_decoding=lambda params: jax.tree.map(_place, put("state", params), layout("decode", params)),
         moved_bytes=lambda params: moved_bytes(mesh, axes, params, decode),
+        for_training=lambda model: model.with_gather(gather(mesh)) if model.with_gather else model,
         per_prompt=program,
         whole_batch=program,
     )
@@ -233,7 +238,7 @@ def _pmapped(count: int) -> Devices:
 
         return run
 
-    return base._replace(name=f"pmap over {count}", axis_name=AXIS, per_prompt=per_prompt)
+    return base._replace(name=f"pmap over {count}", axis_name=AXIS, for_training=_same, per_prompt=per_prompt)
 
 
 def _same(tree: Any) -> Any:

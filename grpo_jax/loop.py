@@ -146,6 +146,7 @@ def train(
     """
     _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task)
     _check_parts("prompts_per_step", prompts_per_step, microbatches, devices)
+    model = devices.for_training(model)
 
     def compiled(parts: int) -> Callable:
         step = make_train_step(
@@ -344,6 +345,7 @@ def warm_up(
         raise ValueError(f"steps must be at least 0 and batch_size at least 1, got {steps} and {batch_size}")
     _check_rows(task)
     _check_parts("batch_size", batch_size, 1, devices)
+    model = devices.for_training(model)
     step = make_train_step(model, SUPERVISED, optimizer, chunk=chunk, axis_name=devices.axis_name)
     step = devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length

@@ -4,12 +4,13 @@ A model names the axes of its parameters ("layers embed heads"); one table maps 
 same rule gives the sharding of a parameter, of its optimiser moments and of a reference copy, because it looks at the
 end of an array's path in its tree and at its shape, and at nothing else.
 
-Left out on purpose: sharding constraints inside models (sharding is stated where a program begins and ends; XLA carries
-it through), pipelines, and sequence parallelism.
+Sharding is stated where a program begins and ends, and inside a model for each layer's weights (`gather`); XLA carries
+it through. Left out on purpose: pipelines and sequence parallelism.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from grpo_jax.types import Params, TrainState
+from grpo_jax.types import Array, Params, TrainState
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -151,6 +152,21 @@ def state_shardings(
     shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype), params)
     step = jax.ShapeDtypeStruct((), np.int32)
     return param_shardings(mesh, model_or_axes, TrainState(step, shapes, jax.eval_shape(optimizer.init, shapes)))
+
+
+@lru_cache(maxsize=16)
+def gather(mesh: Mesh) -> Callable[[str, Array], Array]:
+    """`gather(names, x)` for `LanguageModel.with_gather`: one layer's parameter, whole over fsdp, split over tensor.
+
+    Without it XLA may split activations by the columns of the weights and sum products over fsdp, which moves more
+    bytes and keeps every activation of a batch on every device. The gradient comes back by a reduce-scatter.
+    """
+    rules = DECODE_RULES["gather"]
+
+    def whole(names: str, x: Array) -> Array:
+        return jax.lax.with_sharding_constraint(x, array_sharding(mesh, x.shape, names, rules))
+
+    return whole
 
 
 def batch_shardings(mesh: Mesh, batch: Any, rules: dict = RULES) -> Any:

@@ -35,6 +35,7 @@ from grpo_jax.objectives import PRESETS, reads
 from grpo_jax.parallel import (
     DECODE_RULES,
     batch_shardings,
+    gather,
     make_mesh,
     mesh_sizes,
     param_shardings,
@@ -249,7 +250,7 @@ class Shapes(NamedTuple):
     @classmethod
     def of(cls, config: PlanConfig, model: LanguageModel, mesh: Mesh) -> "Shapes":
         objective = PRESETS[config.objective](**keyword_arguments(PRESETS[config.objective], config.objective_args, ""))
-        fields = reads(objective)
+        fields, model = reads(objective), model.with_gather(gather(mesh))
         critic = value_network(model) if "value_T" in fields else None
         optimizer = adamw(1e-6, steps=1000)
         key = jax.random.key(0)
@@ -285,7 +286,9 @@ class Shapes(NamedTuple):
         reference = own if "ref_logp_T" in reads(self.objective) else 0
         yield "step", self._step(), reference
         if any(a.sharding != b.sharding for a, b in zip(*map(jax.tree.leaves, (policy, self.weights)), strict=True)):
-            yield "layout", self._layout(), reference + state - own
+            largest, weight = self._largest()
+            beside = reference + state - bytes_per_chip(largest) + copied - bytes_per_chip(weight)
+            yield "layout", (jax.jit(lambda x: x, out_shardings=weight.sharding), largest), beside
             yield "sampler", self._sampler(), reference + state
         else:  # the sampler reads the very arrays of the state
             yield "sampler", self._sampler(), reference + state - copied
@@ -301,9 +304,10 @@ class Shapes(NamedTuple):
         out = (_shardings(self.state), replicated(self.mesh))
         return jax.jit(step, donate_argnums=0, out_shardings=out), self.state, self.batch
 
-    def _layout(self):
-        same = jax.jit(lambda params: params, out_shardings=_shardings(self.weights))
-        return same, policy_of(self.critic, self.state.params)
+    def _largest(self):
+        """The parameter whose change of layout needs most, before and after: they change one after another."""
+        pairs = zip(*map(jax.tree.leaves, (policy_of(self.critic, self.state.params), self.weights)), strict=True)
+        return max(pairs, key=lambda pair: bytes_per_chip(pair[1]) if pair[0].sharding != pair[1].sharding else 0)
 
     def _sampler(self):
         config, rules = self.config, DECODE_RULES[self.config.decode_weights]

@@ -155,6 +155,7 @@ def completion_scores(
     With `places_PN` (see `types.Rollout`) no other tokens are computed; they must hold every place of the mask.
     """
     chex.assert_equal_shape([tokens_PGT, mask_PGT])
+    params = model.outer(params)  # here once, and not in every chunk
     hidden = completion_hidden(model, params, prompts, tokens_PGT, places_PN)
     P = hidden.shape[0]
     hidden_PND, token_PN = hidden.reshape(P, -1, hidden.shape[-1]), tokens_PGT.reshape(P, -1)

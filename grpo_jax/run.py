@@ -81,8 +81,9 @@ def build(config: TrainConfig) -> Parts:
             f"prompts of up to {length} tokens and --max-new-tokens {config.max_new_tokens} do not fit the model's "
             f"{limit} positions"
         )
-    critic = value_network(model) if "value_T" in reads(objective) else None
     rule, devices = reference_rule(config), devices_of(config, model)
+    model = devices.for_training(model)
+    critic = value_network(model) if "value_T" in reads(objective) else None
     return Parts(model, params, tokenizer, task, objective, optimizer, critic, rule, length, devices)
 
 

@@ -20,6 +20,7 @@ from objective_batches import REQUIRED
 from toy import V as BYTES
 from toy import bigram, letters
 
+from grpo_jax import hlo
 from grpo_jax.config import TrainConfig
 from grpo_jax.critic import value_network
 from grpo_jax.devices import SINGLE, pmapped, sharded
@@ -128,7 +129,7 @@ def objective_of(name: str):
 def update(layout: str, name: str, microbatches: int, model=MODEL, build=make_train_step) -> dict:
     """Two updates: loss, gradients, parameters, momentum and metrics."""
     devices, objective = devices_of(layout, axes=model.axes), objective_of(name)
-    critic = value_network(model) if "value_T" in reads(objective) else None
+    critic = value_network(devices.for_training(model)) if "value_T" in reads(objective) else None
     rollout, reward, fields = material(model)
     if name == "gdpo":
         reward = np.stack([reward, reward**2], axis=1)
@@ -137,7 +138,7 @@ def update(layout: str, name: str, microbatches: int, model=MODEL, build=make_tr
         devices.put_rows(rollout), devices.put_rows(reward), **devices.put_rows(used)
     )
     step = build(
-        model, objective, OPTIMIZER, microbatches=microbatches, sampling=SAMPLING, critic=critic,
+        devices.for_training(model), objective, OPTIMIZER, microbatches=microbatches, sampling=SAMPLING, critic=critic,
         axis_name=devices.axis_name, chunk=8,
     )  # fmt: skip
     step = devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
@@ -232,7 +233,8 @@ def sampled(name: str, layout: str, decode: str) -> dict:
     devices = devices_of(layout, decode, model.axes)
     rollout, wanted = drawn(model, layout, decode), drawn(model, "single", "gather")
     scorer = partial(score, model, sampling=SAMPLING, with_entropy=True)
-    on_devices = devices.per_prompt(scorer, ("state", "rows"), ("rows", "rows"))
+    gathering = partial(score, devices.for_training(model), sampling=SAMPLING, with_entropy=True)
+    on_devices = devices.per_prompt(gathering, ("state", "rows"), ("rows", "rows"))
     logp, entropy = on_devices(devices.put("state", parameters(model)), rollout)
     wanted_logp, wanted_entropy = scorer(parameters(model), wanted)
     return {
@@ -347,17 +349,38 @@ def moved() -> dict:
     }
 
 
+def gathering() -> dict:
+    """Bytes of collectives, by kind, of a gradient over fsdp with and without gathered weights; those in the loop."""
+    config, layout = DecoderConfig(V, 64, 128, 5, 8, 8, 8, tie_word_embeddings=False), "fsdp 8"
+    row = {"layer": 4 * (4 * 64 * 64 + 3 * 64 * 128)}
+    for name in ("whole", "as stated"):
+        model = decoder(config)
+        devices, rollout = devices_of(layout, axes=model.axes), material()[0]
+        model = devices.for_training(model) if name == "whole" else model
+        loss = lambda params, rollout, model=model: score(model, params, rollout)[0].sum()
+        params = devices.put("state", jax.jit(model.init)(jax.random.key(0)))
+        program = jax.jit(jax.grad(loss), out_shardings=jax.tree.map(lambda x: x.sharding, params))
+        found = hlo.count(program.lower(params, devices.put("rows", rollout)).compile().as_text()).collectives
+        row[name] = {
+            kind: sum(one.bytes * one.times for one in found if one.kind == kind and one.times in (4, 5))
+            for kind in ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+        }
+    return row
+
+
 RUNS = (("pmap 4", "ppo"), (MIXED, "ppo"), ("fsdp 4", "nnx"), ("pmap 2", "grpo"))
 
 
 def main() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     tell = lambda kind, row: print(json.dumps({"kind": kind} | row), flush=True)
-    wanted = sys.argv[1:] or ["refused", "moved", "runs", "sampler", "wrong", "presets", "update"]
+    wanted = sys.argv[1:] or ["refused", "moved", "gathering", "runs", "sampler", "wrong", "presets", "update"]
     if "refused" in wanted:
         tell("refused", refused())
     if "moved" in wanted:
         tell("moved", moved())
+    if "gathering" in wanted:
+        tell("gathering", gathering())
     if "runs" in wanted:
         for layout, name in RUNS:
             tell("runs", whole_run(layout, name))

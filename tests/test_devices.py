@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 def table():
     """The rows, by kind."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(HERE)}
-    halves = ["update", "refused"], ["moved", "runs", "sampler", "wrong", "presets"]
+    halves = ["update", "refused"], ["moved", "gathering", "runs", "sampler", "wrong", "presets"]
     programs = [
         subprocess.Popen(
             [sys.executable, HERE / "device_table.py", *kinds], env=environment, cwd=HERE.parent,
@@ -130,3 +130,13 @@ def test_the_cost_of_decoding_is_told(table):
     assert row["built"] == row["split"]
     assert 0 < row["split"][2] < row["gather"]
     assert (row["pmap"], row["single"], row["data"]) == ("pmap over 4", True, 0)
+
+
+def test_each_layer_is_gathered_twice_and_its_gradient_summed_once(table):
+    """Over fsdp, weights move, forward and backward again, and no activations; left to XLA much more does."""
+    (row,) = table["gathering"]
+    whole, stated, layers = row["whole"], row["as stated"], 5 * row["layer"]
+    assert whole["all-gather"] == 2 * layers
+    assert layers <= whole["all-reduce"] + whole["reduce-scatter"] < 1.01 * layers
+    assert whole["all-to-all"] == whole["collective-permute"] == 0
+    assert sum(stated.values()) > 5 * sum(whole.values())

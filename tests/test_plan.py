@@ -242,7 +242,6 @@ def test_a_small_model_for_four_chips(folder, capsys, optimized):
 
 
 @libtpu
-@pytest.mark.xfail(strict=True, reason="activations follow the columns of the weights: XLA sums them instead")
 def test_parameters_are_gathered_layer_by_layer_and_gradients_scattered(folder, optimized):
     few, many = (make_plan(small_plan(folder, layers), only=("step",)).programs["step"] for layers in (4, 8))
     layer = 4 * (2 * 512 * 64 * (8 + 4) + 3 * 512 * 1024)  # bytes of one layer, gathered

@@ -80,10 +80,10 @@ class DecoderConfig:
 
 
 class PromptCache(NamedTuple):
-    """A prompt's keys and values in every layer, and which of them are real tokens."""
+    """A prompt's keys (as columns) and values of each layer, as decoding reads them, and which are real tokens."""
 
-    k_LKSd: Array
-    v_LKSd: Array
+    k_KdS: list[Array]
+    v_KSd: list[Array]
     mask_S: Array
 
 
@@ -176,24 +176,29 @@ AXES = (
     ("layers/k_bias", "layers kv"),
     ("layers/v_bias", "layers kv"),
 )
+NAMES = dict(AXES)
 
 
 @lru_cache(
     maxsize=64
 )  # equal configurations give one model, hence one compilation of what takes it as a static argument
-def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -> LanguageModel:
+def decoder(
+    config: DecoderConfig, *, remat: str = "layer", scan: bool = True, gather: Callable | None = None
+) -> LanguageModel:
     """The functions of a decoder (see `LanguageModel`).
 
     Parameters: `{"embed": [V, D], "layers": {name: [L, ...]}, "norm": [D], "head": [D, V] unless tied}`, matrices
     stored (in, out). `remat` says what a layer keeps for the backward pass: "layer" its input alone (least memory,
     about a fifth more arithmetic), "attention" also queries, keys, values and what they attend to, "dots" every product
     with a weight, "none" everything. `scan=False` unrolls the layers
-    (longer compilation; XLA's cost analysis, which counts a loop's body once, then counts every layer).
+    (longer compilation; XLA's cost analysis, which counts a loop's body once, then counts every layer). `gather` is
+    that of `LanguageModel.with_gather`.
     """
     if remat not in REMAT:
         raise ValueError(f"remat must be one of {tuple(REMAT)}, got {remat!r}")
     frequencies = partial(rope_frequencies, config)
     block = Block(config)
+    gather = gather or (lambda names, x: x)
 
     def init(key: Array) -> Params:
         embed_key, layer_key, head_key = jax.random.split(key, 3)
@@ -215,6 +220,13 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
         step = lambda x, inputs: body(x, *inputs)
         return jax.lax.scan(step, x_TD, (layers, extra), unroll=1 if scan else config.num_hidden_layers)
 
+    def whole(layer: Params) -> Params:
+        # Within the body that is rematerialised: gathered again for the backward pass, never kept.
+        return {name: gather(NAMES[f"layers/{name}"].removeprefix("layers "), x) for name, x in layer.items()}
+
+    def outer(params: Params) -> Params:
+        return params | {name: gather(NAMES[name], params[name]) for name in ("embed", "head") if name in params}
+
     def embed(params: Params, tokens_T: Array) -> Array:
         return params["embed"].at[tokens_T].get(mode="clip")
 
@@ -230,7 +242,7 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
             return block.apply({"params": layer}, x, turn, attention)
 
         x, (k, v) = run_layers(params["layers"], embed(params, tokens_S), body, None)
-        return final_norm(params, x), PromptCache(k, v, mask_S)
+        return final_norm(params, x), PromptCache([*k.swapaxes(2, 3)], [*v], mask_S)
 
     def extend(params: Params, cache: PromptCache, tokens_T: Array) -> Array:
         chex.assert_rank(tokens_T, 1)
@@ -240,9 +252,10 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
 
         def body(x, layer, prompt_kv):
             attention = lambda q, k, v: (attend(q, [(*prompt_kv, cache.mask_S), (k, v, causal_TT)]), None)
-            return block.apply({"params": layer}, x, turn, attention)
+            return block.apply({"params": whole(layer)}, x, turn, attention)
 
-        x, _ = run_layers(params["layers"], embed(params, tokens_T), body, (cache.k_LKSd, cache.v_LKSd))
+        prompt_kv = jnp.stack(cache.k_KdS).swapaxes(2, 3), jnp.stack(cache.v_KSd)
+        x, _ = run_layers(params["layers"], embed(params, tokens_T), body, prompt_kv)
         return final_norm(params, x)
 
     def together(params: Params, tokens_S: Array, mask_S: Array, tokens_GT: Array, place_N: Array | None):
@@ -272,7 +285,7 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
                 out_N = packed(out_GT.reshape(G * T, *out_GT.shape[2:]))
                 return jnp.concatenate([attend_causal(q[:S], k_KSd, v_KSd, mask_S), out_N]), None
 
-            return block.apply({"params": layer}, x, turn, attention)
+            return block.apply({"params": whole(layer)}, x, turn, attention)
 
         x, _ = run_layers(params["layers"], embed(params, jnp.concatenate([tokens_S, tokens_N])), body, None)
         hidden = final_norm(params, x)
@@ -303,14 +316,14 @@ def decoder(config: DecoderConfig, *, remat: str = "layer", scan: bool = True) -
                 k_KdT = jax.lax.dynamic_update_slice(own[i][0], k.swapaxes(1, 2), (0, 0, index))
                 v_KTd = jax.lax.dynamic_update_slice(own[i][1], v, (0, index, 0))
                 seen = jnp.arange(v_KTd.shape[1]) <= index
-                parts = [
-                    (cache.k_LKSd[i].swapaxes(1, 2), cache.v_LKSd[i], cache.mask_S),
-                    (k_KdT, v_KTd, seen),
-                ]
+                parts = [(cache.k_KdS[i], cache.v_KSd[i], cache.mask_S), (k_KdT, v_KTd, seen)]
                 return attend_one(q[0], parts)[None], (k_KdT, v_KTd)
 
             x, kept = block.apply({"params": layer}, x, turn, attention)
             grown.append(kept)
         return final_norm(weights, x)[0], grown
 
-    return LanguageModel(config, init, prefill, extend, logits, for_decoding, empty, decode, logits, AXES, together)
+    return LanguageModel(
+        config, init, prefill, extend, logits, for_decoding, empty, decode, logits, AXES, together,
+        with_gather=lambda gather: decoder(config, remat=remat, scan=scan, gather=gather), outer=outer,
+    )  # fmt: skip

@@ -24,6 +24,11 @@ class LanguageModel(NamedTuple):
     A model may have `together(params, tokens_S, mask_S, tokens_GT, place_N) -> hidden_SD, hidden_ND`: a prompt and its
     group's tokens at the places g·T + t (None: all) in one pass, which keeps no cache. Training then uses it.
 
+    A model of parameters that are spread over devices may have `with_gather(gather) -> model`: the same model, whose
+    functions for training pass a layer's parameters through `gather(names, x)` when that layer is computed, so that no
+    more than one layer is whole at a time. `outer(params) -> params` does that to the parameters outside the layers,
+    which are read in several places.
+
     `cache` holds a prompt's keys and values and is shared by its group: map `extend` and `decode` over completions
     with `in_axes=None` for it. `config` describes the architecture (`vocab_size` at least). `axes` says what the
     parameters' axes are, as pairs of a path and names, e.g. `("layers/q", "layers embed heads")`; None: unknown.
@@ -40,3 +45,5 @@ class LanguageModel(NamedTuple):
     decode_logits: Callable
     axes: tuple[tuple[str, str], ...] | None = None
     together: Callable | None = None
+    with_gather: Callable | None = None
+    outer: Callable = lambda params: params
