@@ -36,8 +36,9 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "group_size": 32,
         "max_new_tokens": 10,
         "learning_rate": 1.2e-3,
-        "schedule": "constant",
-        "warm_up": 94,
+        "schedule": "cosine",
+        "warm_up": 200,
+        "warm_up_loss": 0.29,
         "eval_every": 40,
         "eval_batch": 256,
         "length_buckets": 1,
@@ -57,6 +58,7 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "learning_rate": 3e-6,
         "schedule": "constant",
         "warm_up": 0,
+        "warm_up_loss": 0.0,
         "eval_every": 20,
         "eval_batch": 64,
         "length_buckets": 2,
@@ -158,7 +160,14 @@ class TrainConfig:
     ref_ema: float | None = None
     """Share of the old reference in a moving average with the policy, after each iteration, e.g. 0.99."""
     warm_up: Annotated[
-        int | None, by_model("warm_up", "Supervised updates on the task's own training rows before GRPO.")
+        int | None, by_model("warm_up", "Supervised updates on the task's own training rows before GRPO, at most.")
+    ] = None
+    warm_up_loss: Annotated[
+        float | None,
+        by_model(
+            "warm_up_loss",
+            "Cross-entropy (nats a token, mean of 8 updates) at which the warm-up ends; 0: never before its last.",
+        ),
     ] = None
     on_error: str = "raise"
     """A reward that raises: "raise" ends the run, "none" counts the completion as unscorable."""
@@ -214,7 +223,10 @@ class TrainConfig:
             "length_buckets",
         ):
             at_least(field, getattr(self, field), 1)
-        for field in ("lr_warmup", "warm_up", "compact", "log_completions", "weight_decay", "learning_rate", "seed"):
+        for field in (
+            *("lr_warmup", "warm_up", "warm_up_loss", "compact", "log_completions"),
+            *("weight_decay", "learning_rate", "seed"),
+        ):
             at_least(field, getattr(self, field), 0)
         if self.ref_ema is not None and not 0 <= self.ref_ema <= 1:
             raise ValueError(f"--ref-ema must be between 0 and 1, got {self.ref_ema}")

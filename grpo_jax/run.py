@@ -7,6 +7,7 @@ algorithm; a program that needs another loop writes its own around the same gene
 import dataclasses
 import os
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -134,7 +135,9 @@ def start(config: TrainConfig, parts: Parts, screen: report.Screen) -> Params:
     """The parameters that GRPO starts from: the model's own, after the supervised warm-up if there is one."""
     params = parts.params
     if config.warm_up:
-        rate = adamw(3e-3, steps=config.warm_up, warmup_steps=min(20, config.warm_up), schedule="cosine")
+        # A constant rate where the loss decides when to end: the end of a schedule would have to be known before.
+        schedule, losses = "constant" if config.warm_up_loss else "cosine", deque(maxlen=8)
+        rate = adamw(3e-3, steps=config.warm_up, warmup_steps=min(20, config.warm_up), schedule=schedule)
         updates = loop.warm_up(
             parts.model, params, parts.task, parts.tokenizer, rate,
             steps=config.warm_up, seed=config.seed, prompt_length=parts.prompt_length, devices=parts.devices,
@@ -142,7 +145,10 @@ def start(config: TrainConfig, parts: Parts, screen: report.Screen) -> Params:
         with screen.phase("supervised warm-up", config.warm_up) as show:
             for state, metrics in updates:
                 params = state.params
+                losses.append(float(metrics["loss"]))
                 show(metrics["iteration"], loss=metrics["loss"])
+                if len(losses) == losses.maxlen and np.mean(losses) <= config.warm_up_loss:
+                    break
     return params
 
 

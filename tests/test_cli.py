@@ -81,6 +81,7 @@ GIVEN = {
     "ref_every": ("4", 4),
     "ref_ema": ("0.99", 0.99),
     "warm_up": ("0", 0),
+    "warm_up_loss": ("0.5", 0.5),
     "on_error": ("none", "none"),
     "eval_every": ("5", 5),
     "eval_rows": ("11", 11),

@@ -32,6 +32,7 @@ WRONG = {
     "ref_ema": [-0.1, 1.1, nan],
     "lr_warmup": [-1],
     "warm_up": [-1],
+    "warm_up_loss": [-0.1, nan],
     "log_completions": [-1],
     "weight_decay": [-0.1, nan],
     "learning_rate": [-1e-3, nan],

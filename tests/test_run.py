@@ -20,6 +20,7 @@ from grpo_jax.config import TrainConfig, load_config
 from grpo_jax.objectives import grpo
 from grpo_jax.report import Screen, read_lines
 from grpo_jax.tasks import TASKS
+from grpo_jax.types import TrainState
 
 FILES = {
     "config.json", "metrics.jsonl", "timings.jsonl", "completions.jsonl", "summary.json", "curves.png", "checkpoints",
@@ -320,6 +321,25 @@ def test_options_reach_warm_up_model_and_evaluation(captured, tmp_path):
     assert (options["batch_size"], options["max_new_tokens"], options["on_error"]) == (2, 6, "none")
     assert "sampling" not in options, "greedy, whatever training samples with"
     assert seen["checkpoints"] == ((tmp_path / "run" / "checkpoints",), {"keep": 7})
+
+
+def test_the_warm_up_ends_at_its_loss(captured, monkeypatch):
+    """Where the mean of the last eight losses is that low; with 0, after all of its updates."""
+    losses = (*[3.0] * 8, *[1.0] * 20)
+
+    def updates(*_, **options):
+        for number, loss in enumerate(losses[: options["steps"]], 1):
+            seen.append(number)
+            yield TrainState(number, {}, ()), {"iteration": number, "loss": loss}
+
+    ends = {}
+    for limit, target in ((28, 2.0), (28, 1.0), (28, 0.0), (4, 9.0), (9, 9.0)):
+        seen = []
+        monkeypatch.setattr(loop, "warm_up", updates)
+        config = TrainConfig(task="letters", warm_up=limit, warm_up_loss=target).resolved()
+        run.start(config, run.build(config), Silent())
+        ends[limit, target] = seen[-1]
+    assert ends == {(28, 2.0): 12, (28, 1.0): 16, (28, 0.0): 28, (4, 9.0): 4, (9, 9.0): 8}
 
 
 def test_the_seed_makes_the_weights():
