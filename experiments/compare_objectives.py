@@ -147,6 +147,8 @@ class Options:
     """Iterations between evaluations on the held-out rows; also before the first and after the last."""
     epochs: int = 1
     """Updates on each batch (μ) of systems that do not say otherwise. With 1 the ratios are 1 and no clip acts."""
+    warm_up_loss: float = 0.2
+    """Cross-entropy at which the warm-up ends: below the default run's, so that 80 % is within the budget's reach."""
     only: tuple[str, ...] = ()
     """Systems, by name; none means all."""
     out: Path = Path("runs/compare_objectives")
@@ -178,7 +180,7 @@ class Options:
     def config(self, system: System | None = None, seed: int = 0) -> TrainConfig:
         """The settings of `grpo-jax train` for the tiny model, with the system's own on top."""
         own = {"epochs": self.epochs} | ({} if system is None else system.options)
-        shared = {"steps": self.steps, "eval_every": self.eval_every, "seed": seed}
+        shared = {name: getattr(self, name) for name in ("steps", "eval_every", "warm_up_loss")} | {"seed": seed}
         return TrainConfig(**shared, **own).resolved()
 
 

@@ -38,7 +38,7 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "learning_rate": 1.2e-3,
         "schedule": "cosine",
         "warm_up": 200,
-        "warm_up_loss": 0.29,
+        "warm_up_loss": 0.31,
         "eval_every": 40,
         "eval_batch": 256,
         "length_buckets": 1,

@@ -59,6 +59,7 @@ def test_everything_else_is_equal():
         own = dataclasses.asdict(Options().config(system))
         assert {name for name in own if own[name] != shared[name]} <= allowed, system.name
     assert Options(epochs=2).config(BY_NAME["gspo"]).epochs == 2
+    assert Options(warm_up_loss=0.5).config(BY_NAME["gspo"]).warm_up_loss == 0.5
     assert Options(epochs=2).config(BY_NAME["grpo_4_epochs"]).epochs == 4
 
 
