@@ -141,7 +141,7 @@ class Options:
 
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of starting policy, order of the prompts and sampling."""
-    steps: int = 60
+    steps: int = 40
     """Iterations of each run."""
     eval_every: int = 10
     """Iterations between evaluations on the held-out rows; also before the first and after the last."""

@@ -12,7 +12,7 @@ from grpo_jax.topology import larger
 
 TITLES = {
     "step": "train step",
-    "layout": "layout for decoding, largest array",
+    "layout": "layout, largest",
     "sampler": "sampler",
     "reference": "reference's log-probs",
 }
