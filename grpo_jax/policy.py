@@ -100,23 +100,23 @@ def completion_hidden(
     chex.assert_rank([prompts.tokens_PS, prompts.mask_PS, tokens_PGT], [2, 2, 3])
     chex.assert_equal_shape_prefix([prompts.tokens_PS, tokens_PGT], 1)
 
-    (G, T), forward = tokens_PGT.shape[1:], model.together or partial(_one_after_another, model)
-
-    def one_prompt(tokens_S, mask_S, tokens_GT, place_N):
-        hidden_SD, hidden_ND = forward(params, tokens_S, mask_S, tokens_GT, place_N)
-        first_N = (jnp.arange(G * T) if place_N is None else place_N) % T == 0
-        return jnp.where(first_N[:, None], hidden_SD[-1], jnp.roll(hidden_ND, 1, axis=0))
-
-    hidden_PND = jax.vmap(one_prompt)(prompts.tokens_PS, prompts.mask_PS, tokens_PGT, places_PN)
+    forward, T = model.together or partial(_one_after_another, model), tokens_PGT.shape[-1]
+    hidden_PSD, hidden_PND = forward(params, prompts.tokens_PS, prompts.mask_PS, tokens_PGT, places_PN)
+    first = (jnp.arange(hidden_PND.shape[1]) if places_PN is None else places_PN) % T == 0
+    hidden_PND = jnp.where(first[..., None], hidden_PSD[:, -1:], jnp.roll(hidden_PND, 1, axis=1))
     return hidden_PND if places_PN is not None else hidden_PND.reshape(*tokens_PGT.shape, -1)
 
 
-def _one_after_another(model: LanguageModel, params: Params, tokens_S, mask_S, tokens_GT, place_N):
+def _one_after_another(model: LanguageModel, params: Params, *rows: Array | None) -> tuple[Array, Array]:
     """`LanguageModel.together` of a model without it: the prompt, then each completion after its cache."""
-    hidden_SD, cache = model.prefill(params, tokens_S, mask_S)
-    hidden_GTD = jax.vmap(lambda tokens_T: model.extend(params, cache, tokens_T))(tokens_GT)
-    hidden_ND = hidden_GTD.reshape(-1, hidden_GTD.shape[-1])
-    return hidden_SD, hidden_ND if place_N is None else hidden_ND.at[place_N].get(mode="fill", fill_value=0)
+
+    def one_prompt(tokens_S, mask_S, tokens_GT, place_N):
+        hidden_SD, cache = model.prefill(params, tokens_S, mask_S)
+        hidden_GTD = jax.vmap(lambda tokens_T: model.extend(params, cache, tokens_T))(tokens_GT)
+        hidden_ND = hidden_GTD.reshape(-1, hidden_GTD.shape[-1])
+        return hidden_SD, hidden_ND if place_N is None else hidden_ND.at[place_N].get(mode="fill", fill_value=0)
+
+    return jax.vmap(one_prompt)(*rows)
 
 
 def over_chunks(function: Callable, chunk: int, *arrays: Array) -> Array:

@@ -123,6 +123,27 @@ def rotate(x_THd: Array, turns_2T12f: Array) -> Array:
     return (x * cos + x[..., ::-1, :] * sin).reshape(x_THd.shape).astype(x_THd.dtype)
 
 
+@jax.custom_vjp
+def widen(x_TD: Array, w_DF: Array) -> Array:
+    """`x @ w` for D < F. Its gradient for w is written as `xᵀ g`: the product transposes x, the smaller of the two.
+
+    JAX's own `(gᵀ x)ᵀ` makes XLA's CPU back end compute g, with all that is fused into it, along its long side.
+    """
+    return checkpoint_name(x_TD @ w_DF, "widened")
+
+
+def _widen_forward(x_TD, w_DF):
+    return widen(x_TD, w_DF), (x_TD, w_DF)
+
+
+def _widen_backward(kept, g_TF):
+    x_TD, w_DF = kept
+    return g_TF @ w_DF.T, jax.lax.dot_general(x_TD, g_TF, (((0,), (0,)), ((), ())))
+
+
+widen.defvjp(_widen_forward, _widen_backward)
+
+
 class Block(nn.Module):
     """One pre-norm layer. `attention(q_TKhd, k_KTd, v_KTd) -> (out_TKhd, kept)` decides what the queries see."""
 
@@ -135,7 +156,8 @@ class Block(nn.Module):
         H, K = c.num_attention_heads, c.num_key_value_heads
 
         def linear(x, name, size, bias=False):
-            y = x @ self.param(name, MATRIX, (x.shape[-1], size), c.dtype)
+            w = self.param(name, MATRIX, (x.shape[-1], size), c.dtype)
+            y = widen(x, w) if size > x.shape[-1] else x @ w
             return y + self.param(f"{name}_bias", nn.initializers.zeros, (size,), c.dtype) if bias else y
 
         h = rms_norm(x_TD, self.param("input_norm", nn.initializers.ones, (D,), c.dtype), c.rms_norm_eps)
@@ -154,7 +176,10 @@ class Block(nn.Module):
 REMAT = {
     "layer": jax.checkpoint_policies.nothing_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        jax.checkpoint_policies.save_only_these_names("widened"),
+    ),
     "none": None,
 }
 
@@ -258,38 +283,48 @@ def decoder(
         x, _ = run_layers(params["layers"], embed(params, tokens_T), body, prompt_kv)
         return final_norm(params, x)
 
-    def together(params: Params, tokens_S: Array, mask_S: Array, tokens_GT: Array, place_N: Array | None):
-        chex.assert_rank([tokens_S, mask_S, tokens_GT], [1, 1, 2])
-        S, (G, T) = tokens_S.shape[0], tokens_GT.shape
-        if place_N is None:
-            place_N, padded = jnp.arange(G * T), lambda y: y
-            packed = padded
-        else:
-            N = place_N.shape[0]
-            slot_M = jnp.full(G * T, N).at[place_N].set(jnp.arange(N), mode="drop")
-            padded, packed = (lambda y: take_rows(y, slot_M, place_N)), (lambda y: take_rows(y, place_N, slot_M))
-        tokens_N = tokens_GT.reshape(-1).at[place_N].get(mode="fill", fill_value=0)
-        turn = turns(jnp.concatenate([jnp.cumsum(mask_S) - 1, mask_S.sum() + place_N % T]), frequencies())
+    def together(params: Params, tokens_PS: Array, mask_PS: Array, tokens_PGT: Array, place_PN: Array | None):
+        chex.assert_rank([tokens_PS, mask_PS, tokens_PGT], [2, 2, 3])
+        (P, S), (G, T) = tokens_PS.shape, tokens_PGT.shape[1:]
+        packed = place_PN is not None
+        place_PN = place_PN if packed else jnp.broadcast_to(jnp.arange(G * T), (P, G * T))
+        R = S + place_PN.shape[1]
+        tokens_PN = jax.vmap(lambda x, place: x.at[place].get(mode="fill", fill_value=0))(
+            tokens_PGT.reshape(P, -1), place_PN
+        )
+        tokens_M = jnp.concatenate([tokens_PS, tokens_PN], 1).reshape(-1)  # all rows of all prompts, M = P (S + N)
+        position_PR = jnp.concatenate([jnp.cumsum(mask_PS, 1) - 1, mask_PS.sum(1, keepdims=True) + place_PN % T], 1)
+        turn = turns(position_PR.reshape(-1), frequencies())
         causal_TT = jnp.tril(jnp.ones((T, T), bool))
 
+        def attend_group(q, k, v, mask_S, place_N):
+            """Rows of one prompt: its own see the prompt; its group's, as [G, T], see the prompt and themselves."""
+            if packed:
+                slot_M = jnp.full(G * T, place_N.size).at[place_N].set(jnp.arange(place_N.size), mode="drop")
+                pad, pack = (lambda y: take_rows(y, slot_M, place_N)), (lambda y: take_rows(y, place_N, slot_M))
+            else:
+                pad = pack = lambda y: y
+            k_KSd, v_KSd = k[:, :S], v[:, :S]
+            grouped = lambda y: pad(y).reshape(G, T, *y.shape[1:])
+            q_GT, k_GT, v_GT = grouped(q[S:]), grouped(k[:, S:].swapaxes(0, 1)), grouped(v[:, S:].swapaxes(0, 1))
+            one = lambda q, k, v: attend(q, [(k_KSd, v_KSd, mask_S), (k.swapaxes(0, 1), v.swapaxes(0, 1), causal_TT)])
+            out_GT = jax.vmap(one)(q_GT, k_GT, v_GT)
+            out_N = pack(out_GT.reshape(G * T, *out_GT.shape[2:]))
+            return jnp.concatenate([attend_causal(q[:S], k_KSd, v_KSd, mask_S), out_N])
+
         def body(x, layer, _):
-            # Products with weights see all rows at once; attention sees the prompt, and the completions as [G, T].
+            # Products with weights see all rows of all prompts at once, attention those of one prompt.
             def attention(q, k, v):
-                k_KSd, v_KSd = k[:, :S], v[:, :S]
-                grouped = lambda y: padded(y).reshape(G, T, *y.shape[1:])
-                q_GT, k_GT, v_GT = grouped(q[S:]), grouped(k[:, S:].swapaxes(0, 1)), grouped(v[:, S:].swapaxes(0, 1))
-                one = lambda q, k, v: attend(
-                    q, [(k_KSd, v_KSd, mask_S), (k.swapaxes(0, 1), v.swapaxes(0, 1), causal_TT)]
-                )
-                out_GT = jax.vmap(one)(q_GT, k_GT, v_GT)
-                out_N = packed(out_GT.reshape(G * T, *out_GT.shape[2:]))
-                return jnp.concatenate([attend_causal(q[:S], k_KSd, v_KSd, mask_S), out_N]), None
+                k, v = (y.reshape(-1, P, R, y.shape[-1]) for y in (k, v))
+                q = q.reshape(P, R, *q.shape[1:])
+                out = jax.vmap(attend_group, in_axes=(0, 1, 1, 0, 0))(q, k, v, mask_PS, place_PN)
+                return out.reshape(P * R, *out.shape[2:]), None
 
             return block.apply({"params": whole(layer)}, x, turn, attention)
 
-        x, _ = run_layers(params["layers"], embed(params, jnp.concatenate([tokens_S, tokens_N])), body, None)
-        hidden = final_norm(params, x)
-        return hidden[:S], hidden[S:]
+        x, _ = run_layers(params["layers"], embed(params, tokens_M), body, None)
+        hidden = final_norm(params, x).reshape(P, R, -1)
+        return hidden[:, :S], hidden[:, S:]
 
     def logits(params: Params, hidden_D: Array) -> Array:
         # A tied head is read where it lies, [V, D]: no transposed copy, and the faster product on CPUs.

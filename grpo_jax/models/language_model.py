@@ -21,8 +21,8 @@ class LanguageModel(NamedTuple):
     decode_logits(weights, hidden_D)            -> logits_V
     ```
 
-    A model may have `together(params, tokens_S, mask_S, tokens_GT, place_N) -> hidden_SD, hidden_ND`: a prompt and its
-    group's tokens at the places g·T + t (None: all) in one pass, which keeps no cache. Training then uses it.
+    A model may have `together(params, tokens_PS, mask_PS, tokens_PGT, place_PN) -> hidden_PSD, hidden_PND`: prompts and
+    their groups' tokens at the places g·T + t (None: all) in one pass, which keeps no cache. Training then uses it.
 
     A model of parameters that are spread over devices may have `with_gather(gather) -> model`: the same model, whose
     functions for training pass a layer's parameters through `gather(names, x)` when that layer is computed, so that no

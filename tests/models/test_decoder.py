@@ -116,12 +116,15 @@ def test_a_prompt_and_its_group_together_equal_one_after_another():
         return hidden, jax.vmap(lambda x: model.extend(params, cache, x))(group).reshape(10, -1)
 
     expected = jax.jit(separate)(params)
-    whole = jax.jit(lambda p: model.together(p, ids, mask, group, None))(params)
+    other = jnp.zeros(8, jnp.int32)  # a prompt beside it, which must not be seen
+    prompts, masks, groups = jnp.stack([other, ids]), jnp.stack([mask | True, mask]), jnp.stack([group[::-1], group])
+    whole = jax.jit(lambda p: model.together(p, prompts, masks, groups, None))(params)
     places = jnp.array([0, 1, 5, 6, 7, 10])
-    packed = jax.jit(lambda p: model.together(p, ids, mask, group, places))(params)
-    np.testing.assert_allclose(whole[0][2:], expected[0][2:], atol=1e-5)
-    np.testing.assert_allclose(whole[1], expected[1], atol=1e-5)
-    np.testing.assert_allclose(packed[1][:5], expected[1][places[:5]], atol=1e-5)
+    both = jnp.stack([jnp.arange(6), places])
+    packed = jax.jit(lambda p: model.together(p, prompts, masks, groups, both))(params)
+    np.testing.assert_allclose(whole[0][1, 2:], expected[0][2:], atol=1e-5)
+    np.testing.assert_allclose(whole[1][1], expected[1], atol=1e-5)
+    np.testing.assert_allclose(packed[1][1, :5], expected[1][places[:5]], atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"remat": "none"}, {"remat": "attention"}, {"remat": "dots"}, {"scan": False}])
