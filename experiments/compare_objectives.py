@@ -217,7 +217,7 @@ def programs(system: System, parts: run.Parts, config: TrainConfig) -> Programs:
     objective = lambda beta: parts.objective if beta is None else kl_in_reward(parts.objective, beta=beta)
     fields = reads(objective(system.kl_reward))
     collect = collector(parts, config, objective, fields)
-    state, key, _ = loop.begin(parts.params, parts.optimizer, config.seed, parts.critic)
+    state, key, *_ = loop.begin(parts.params, parts.optimizer, config.seed, parts.critic)
     rows = loop.rows_of(0, parts.task.train, config.prompts, config.seed)
     batch, _ = collect(state.params, parts.params, start_beta(system), key, rows)
     step = make_train_step(
@@ -269,7 +269,7 @@ def iterate(
     system: System, parts: run.Parts, made: Programs, config: TrainConfig, evaluate: Callable, show: Callable
 ) -> dict:
     """One run from `parts.params`: its curve of evaluations, and what it took. `evaluate(params) -> accuracy`."""
-    (state, root, _), reference = loop.begin(parts.params, parts.optimizer, config.seed, parts.critic), parts.params
+    (state, root, *_), reference = loop.begin(parts.params, parts.optimizer, config.seed, parts.critic), parts.params
     beta, tokens, seconds, curve = start_beta(system), 0, [], []
     for iteration in range(config.steps):
         began = time.perf_counter()

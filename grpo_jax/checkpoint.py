@@ -11,17 +11,21 @@ from typing import Any, NamedTuple
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from grpo_jax.types import Params, TrainState
+from grpo_jax.types import Params, Rollout, TrainState
 
 Checkpoints = ocp.training.Checkpointer
 
 
 class Saved(NamedTuple):
-    """What a run is continued from. `reference` is None where it does not move."""
+    """What a run is continued from. `reference` is None where it does not move.
+
+    `pending` holds what was sampled ahead for the next iterations, where data may be stale.
+    """
 
     state: TrainState
     key: jax.Array
     reference: Params | None = None
+    pending: tuple[Rollout, ...] = ()
 
 
 def open_checkpoints(folder: str | Path, *, keep: int | None = 2) -> Checkpoints:
@@ -57,7 +61,8 @@ def restore(checkpoints: Checkpoints, like: Saved, iteration: int | None = None)
     rest = items["training"]
     state = TrainState(rest["step"], items["params"], rest["opt_state"])
     record = checkpoints.metadata(iteration).custom_metadata
-    return Saved(state, rest["key"], items.get("reference")), record
+    pending = jax.tree.unflatten(jax.tree.structure(like.pending), items.get("pending", []))
+    return Saved(state, rest["key"], items.get("reference"), pending), record
 
 
 def restore_params(checkpoints: Checkpoints, like: Params, iteration: int | None = None) -> Params:
@@ -74,7 +79,8 @@ def iterations(checkpoints: Checkpoints) -> list[int]:
 def _items(saved: Saved) -> dict[str, Any]:
     rest = {"step": saved.state.step, "opt_state": saved.state.opt_state, "key": saved.key}
     items = {"params": saved.state.params, "training": rest}
-    return items if saved.reference is None else items | {"reference": saved.reference}
+    items |= {} if saved.reference is None else {"reference": saved.reference}
+    return items | ({"pending": jax.tree.leaves(saved.pending)} if saved.pending else {})
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

@@ -117,6 +117,8 @@ class TrainConfig:
     compact: Annotated[
         int | None, by_model("compact", "How often sampling may halve its batch as completions stop.")
     ] = None
+    stale: int = 0
+    """Iterations that sampling runs ahead, while the host scores: data that old, corrected by the ratio; 0: none."""
     remat: Annotated[
         str | None,
         by_model("remat", "What a layer keeps for the backward pass: layer (least), attention, dots or none (all)."),
@@ -224,7 +226,7 @@ class TrainConfig:
         ):
             at_least(field, getattr(self, field), 1)
         for field in (
-            *("lr_warmup", "warm_up", "warm_up_loss", "compact", "log_completions"),
+            *("lr_warmup", "warm_up", "warm_up_loss", "compact", "stale", "log_completions"),
             *("weight_decay", "learning_rate", "seed"),
         ):
             at_least(field, getattr(self, field), 0)

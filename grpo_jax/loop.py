@@ -8,11 +8,9 @@ Left out on purpose: callbacks, a trainer class, files.
 
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
-from itertools import chain
-from operator import itemgetter
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +21,11 @@ from grpo_jax.checkpoint import Saved
 from grpo_jax.critic import Critic, policy_of, with_critic
 from grpo_jax.devices import SINGLE, Devices
 from grpo_jax.models.language_model import LanguageModel
-from grpo_jax.objectives import Objective, batch_advantages, reads, reads_in_prepare
+from grpo_jax.objectives import Objective, batch_advantages, reads, reads_in_loss, reads_in_prepare
 from grpo_jax.policy import Sampling
-from grpo_jax.processes import together
-from grpo_jax.rewards import Scores
 from grpo_jax.rewards import score as score_rewards
 from grpo_jax.rollout import (
+    Told,
     assemble,
     completion_texts,
     encode,
@@ -37,6 +34,7 @@ from grpo_jax.rollout import (
     pack,
     prompt_texts,
     score,
+    scored_together,
     step_rewards,
     trim,
 )
@@ -114,6 +112,7 @@ def train(
     pack_tokens: bool = False,
     skip_idle: bool = False,
     compact: int = 0,
+    stale: int = 0,
     reward_weights: Sequence[float] | None = None,
     on_error: str = "raise",
     reference: Params | None = None,
@@ -138,14 +137,17 @@ def train(
     is the number of completion lengths the update is compiled for. `pack_tokens` computes a batch's real tokens and not
     the padding between them (`rollout.pack`; not with `group_microbatches`), `skip_idle` leaves out groups without a
     gradient (`rollout.leave_out_idle`; on one device); both change no gradient and compile the update for a few more
-    shapes. `compact` is that of `sampler.generate`. `devices` says where all of it runs; the numbers do not depend on
-    it. Of several processes each samples and scores its own prompts.
+    shapes. `compact` is that of `sampler.generate`. With `stale` k, the policy before iteration i − k samples iteration
+    i: devices sample while the host decodes and scores, and the ratio to that policy corrects for its age (`age` counts
+    its updates; `saved.pending` holds what is sampled already). `devices` says where all of it runs; the numbers do not
+    depend on it. Of several processes each samples and scores its own prompts.
 
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
     scoring and updating, and `completions`: prompt, completion, reward of each of this process, as rows.
     """
     _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task)
     _check_parts("prompts_per_step", prompts_per_step, microbatches, devices)
+    _check_stale(stale, old_logp, objective)
     model = devices.for_training(model)
 
     def compiled(parts: int) -> Callable:
@@ -167,7 +169,7 @@ def train(
     gather = devices.whole_batch(partial(assemble, objective), ("rows", "rows"), "rows")
     fill = _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk, devices)
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
-    state, key, moved = begin(params, optimizer, seed, critic, devices) if saved is None else saved
+    state, key, moved, pending = begin(params, optimizer, seed, critic, devices) if saved is None else saved
     if "ref_logp_T" not in reads(objective):
         reference = None
     elif moved is not None:
@@ -177,32 +179,37 @@ def train(
     else:
         reference = devices.put("state", reference)
     held, own = devices.held(prompts_per_step), devices.own(prompts_per_step)
+    ahead = deque(pending)  # what is sampled for this iteration and those behind it
     for iteration in range(int(state.step) // epochs, steps):
         started = time.perf_counter()
-        rows = rows_of(iteration, task.train, prompts_per_step, seed)
-        prompts = devices.put_rows(encode(tokenizer, task.prompt, [rows[i] for i in held], length=width))
-        weights = devices.for_decoding(policy_of(critic, state.params))
-        rollout = draw(weights, prompts, jax.random.fold_in(key, iteration), 0)
+        numbers = range(iteration + len(ahead), min(iteration + stale + 1, steps))
+        weights = devices.for_decoding(policy_of(critic, state.params)) if numbers else None
+        for number in numbers:
+            rows = [rows_of(number, task.train, prompts_per_step, seed)[i] for i in held]
+            prompts = devices.put_rows(encode(tokenizer, task.prompt, rows, length=width))
+            ahead.append(draw(weights, prompts, jax.random.fold_in(key, number), 0))
         del weights  # the layout of decoding is not kept during the update
-        rollout = trim(jax.block_until_ready(rollout), length_buckets)
+        rollout, age = trim(jax.block_until_ready(ahead.popleft()), length_buckets), epochs * min(stale, iteration)
         sampled = time.perf_counter()
+        rows = rows_of(iteration, task.train, prompts_per_step, seed)
         drawn, rows = devices.fetch(rollout), [rows[i] for i in own]
         mine = jax.tree.map(lambda x: x[np.isin(held, own)], drawn)
         texts, questions = completion_texts(tokenizer, mine), prompt_texts(task, rows)
         judge = partial(score_rewards, task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error)
-        told = _scored_together(judge, mine, own)
+        told = scored_together(judge, mine, own)
         scored = time.perf_counter()
         if pack_rows:  # by what every process knows
             places_PN = pack(drawn._replace(mask_PGT=told.mask_PGT)).places_PN
             rollout = rollout._replace(places_PN=devices.put("rows", places_PN))
         rewards = np.moveaxis(told.reward_PGN, -1, 1) if takes_several(objective) else told.reward_PG
-        samples = fill(state.params, reference, rollout, drawn, told.at(held))
+        samples = fill(state.params, reference, rollout, drawn, told.at(held), age)
         batch = gather(rollout, devices.put("rows", rewards.astype(np.float32)), **samples)
         if skip:
             batch = leave_out_idle(objective, batch, _fewer(prompts_per_step, microbatches))
         state, metrics = step(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        _check_gap(metrics, model.config)
+        if age == 0:
+            _check_gap(metrics, model.config)
         if reference is not None and update_reference is not None:
             policy = policy_of(critic, state.params)
             moved = update_reference(iteration + 1, policy, reference)
@@ -216,7 +223,7 @@ def train(
             "seconds/update": done - scored,
             "completions": _completions(rows, questions, texts, told.at(own).reward_PG),
         }
-        yield Saved(state, key, None if update_reference is None else reference), metrics
+        yield Saved(state, key, None if update_reference is None else reference, tuple(ahead)), metrics
 
 
 def _of_any_size(compiled: Callable, prompts: int, microbatches: int) -> Callable:
@@ -238,39 +245,6 @@ def _fewer(prompts: int, microbatches: int) -> list[int]:
     return sorted({prompts * k // cuts for k in range(1, cuts)} - {0})
 
 
-class Told(NamedTuple):
-    """What every process knows of all completions: their scores, their lengths (as masks), which were stopped."""
-
-    reward_PG: np.ndarray
-    reward_PGN: np.ndarray
-    steps_PGN: list
-    stopped_PG: np.ndarray
-    mask_PGT: np.ndarray
-
-    def at(self, rows: np.ndarray) -> "Told":
-        """Of some of the prompts."""
-        return Told(*([part[i] for i in rows] if isinstance(part, list) else part[rows] for part in self))
-
-
-def _scored_together(judge: Callable[[], Scores], mine: Rollout, own: np.ndarray) -> Told:
-    """Each process scores its own completions, `mine` of the prompts `own`, and hears of all others.
-
-    A reward that raises on one process raises on all, before any of them has begun the update.
-    """
-
-    def scored() -> list[tuple]:
-        if not len(own):
-            return []
-        scores = judge()
-        found = scores.reward_PG, scores.reward_PGN, scores.steps_PGN, mine.stopped_PG, mine.mask_PGT.sum(-1)
-        return list(zip(own, *found, strict=True))
-
-    rows = sorted(chain(*together(scored)), key=itemgetter(0))
-    _, reward_PG, reward_PGN, steps_PGN, stopped_PG, length_PG = zip(*rows, strict=True)
-    mask_PGT = np.arange(mine.mask_PGT.shape[-1]) < np.stack(length_PG)[..., None]
-    return Told(np.stack(reward_PG), np.stack(reward_PGN), list(steps_PGN), np.stack(stopped_PG), mask_PGT)
-
-
 def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk, devices) -> Callable[..., dict]:
     """A function that computes the fields of `Sample` that the objective reads, and none that it does not."""
     fields, before = reads(objective), reads_in_prepare(objective)
@@ -282,7 +256,7 @@ def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk
     if critic is not None:
         values = devices.per_prompt(critic.values, ("state", "rows", "rows"), "rows")
 
-    def fill(params: Params, reference: Params | None, rollout: Rollout, drawn: Rollout, told: Told) -> dict:
+    def fill(params: Params, reference: Params | None, rollout: Rollout, drawn: Rollout, told: Told, age: int) -> dict:
         policy, samples = policy_of(critic, params), {}
         if "reward_T" in fields:
             samples["reward_T"] = devices.put_rows(step_rewards(tokenizer, drawn, told, reward_weights))
@@ -292,8 +266,8 @@ def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk
             _, samples["entropy_T"] = entropies(policy, rollout)
         if "old_value_T" in fields:
             samples["old_value_T"] = values(params["critic"], rollout.prompts, rollout.tokens_PGT)
-        if "age" in fields:  # this loop samples from the very policy that it updates
-            samples["age"] = devices.put_rows(np.zeros(drawn.stopped_PG.shape, np.int32))
+        if "age" in fields:
+            samples["age"] = devices.put_rows(np.full(drawn.stopped_PG.shape, age, np.int32))
         return samples
 
     return fill
@@ -381,6 +355,18 @@ def _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buc
     _check_rows(task)
     if group_size == 1:
         warnings.warn("group_size=1: a group of one has no spread, its advantage is 0", stacklevel=3)
+
+
+def _check_stale(stale: int, old_logp: str, objective: Objective) -> None:
+    if not isinstance(stale, int) or stale < 0:
+        raise ValueError(f"stale must be an integer of at least 0, got {stale!r}")
+    if stale and old_logp != "sampler":
+        raise ValueError(f"stale={stale} needs old_logp='sampler', the policy that sampled; got {old_logp!r}")
+    if stale and "old_logp_T" not in reads_in_loss(objective):
+        raise ValueError(
+            f"stale={stale} needs an objective with a ratio to the policy that sampled, which corrects for its age; "
+            "this one does not read old_logp_T"
+        )
 
 
 def _check_parts(name: str, prompts: int, microbatches: int, devices: Devices) -> None:

@@ -41,11 +41,10 @@ from grpo_jax.parallel import (
     param_shardings,
     replicated,
 )
-from grpo_jax.rollout import assemble, score
+from grpo_jax.rollout import assemble, rollout_shapes, score
 from grpo_jax.sampler import generate
 from grpo_jax.topology import Roofline, Topology, parse_topology, roofline
 from grpo_jax.train_step import adamw, init_state, make_train_step
-from grpo_jax.types import Prompts, Rollout
 
 # vocabulary, hidden, intermediate, layers, heads, key/value heads, head size, tied embeddings, bias on q, k, v
 SHAPES = {
@@ -261,9 +260,7 @@ class Shapes(NamedTuple):
         state = jax.eval_shape(begin)
         P, G, T = config.batch, config.group_size, config.max_new_tokens
         array = jax.ShapeDtypeStruct
-        prompts = Prompts(array((P, config.prompt_length), jnp.int32), array((P, config.prompt_length), bool))
-        floats, whole = array((P, G, T), jnp.float32), array((P, G), bool)
-        rollout = Rollout(prompts, array((P, G, T), jnp.int32), array((P, G, T), bool), floats, whole)
+        rollout, floats = rollout_shapes(P, G, config.prompt_length, T), array((P, G, T), jnp.float32)
         known = ("ref_logp_T", "reward_T", "entropy_T", "old_value_T")
         samples = {name: floats for name in known if name in fields} | (
             {"age": array((P, G), jnp.int32)} if "age" in fields else {}

@@ -7,7 +7,9 @@ update (see `train_step`).
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from typing import Any
+from itertools import chain
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +18,20 @@ import numpy as np
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_advantages, batch_loss, diagnostics
 from grpo_jax.policy import Sampling, completion_scores
+from grpo_jax.processes import together
 from grpo_jax.rewards import Scores
 from grpo_jax.tasks import Task
 from grpo_jax.tokenizer import Tokenizer, pad_prompts
 from grpo_jax.types import Array, Batch, Mean, Params, Prompts, Rollout, Sample
+
+
+def rollout_shapes(prompts: int, group_size: int, prompt_length: int, max_new_tokens: int) -> Rollout:
+    """What `sampler.generate` returns, as shapes."""
+    P, G, S, T, array = prompts, group_size, prompt_length, max_new_tokens, jax.ShapeDtypeStruct
+    return Rollout(
+        Prompts(array((P, S), jnp.int32), array((P, S), bool)),
+        array((P, G, T), jnp.int32), array((P, G, T), bool), array((P, G, T), jnp.float32), array((P, G), bool),
+    )  # fmt: skip
 
 
 def encode(tokenizer: Tokenizer, prompt: Callable, rows: Sequence[dict], *, length: int | None = None) -> Prompts:
@@ -220,3 +232,36 @@ def group_statistics(rollout: Rollout, reward_PG: np.ndarray) -> dict[str, float
         "truncated": float(1 - np.asarray(rollout.stopped_PG).mean()),
         "tokens": int(length.sum()),
     }
+
+
+class Told(NamedTuple):
+    """What every process knows of all completions: their scores, their lengths (as masks), which were stopped."""
+
+    reward_PG: np.ndarray
+    reward_PGN: np.ndarray
+    steps_PGN: list
+    stopped_PG: np.ndarray
+    mask_PGT: np.ndarray
+
+    def at(self, rows: np.ndarray) -> "Told":
+        """Of some of the prompts."""
+        return Told(*([part[i] for i in rows] if isinstance(part, list) else part[rows] for part in self))
+
+
+def scored_together(judge: Callable[[], Scores], mine: Rollout, own: np.ndarray) -> Told:
+    """Each process scores its own completions, `mine` of the prompts `own`, and hears of all others.
+
+    A reward that raises on one process raises on all, before any of them has begun the update.
+    """
+
+    def scored() -> list[tuple]:
+        if not len(own):
+            return []
+        scores = judge()
+        found = scores.reward_PG, scores.reward_PGN, scores.steps_PGN, mine.stopped_PG, mine.mask_PGT.sum(-1)
+        return list(zip(own, *found, strict=True))
+
+    rows = sorted(chain(*together(scored)), key=itemgetter(0))
+    _, reward_PG, reward_PGN, steps_PGN, stopped_PG, length_PG = zip(*rows, strict=True)
+    mask_PGT = np.arange(mine.mask_PGT.shape[-1]) < np.stack(length_PG)[..., None]
+    return Told(np.stack(reward_PG), np.stack(reward_PGN), list(steps_PGN), np.stack(stopped_PG), mask_PGT)

@@ -29,6 +29,7 @@ from grpo_jax.models import LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
 from grpo_jax.parallel import make_mesh, mesh_sizes
 from grpo_jax.processes import leader, together
+from grpo_jax.rollout import rollout_shapes
 from grpo_jax.tasks import TASKS, Task
 from grpo_jax.tokenizer import Tokenizer, load_tokenizer
 from grpo_jax.train_step import adamw
@@ -177,7 +178,9 @@ def train(config: TrainConfig, *, resume: bool = False, screen: report.Screen | 
         behind = (done[-1] + 1 if done else 0) if resume else None
         with report.RunFolder(out, resume_step=behind) if leader() else Unwritten() as folder:
             folder.write_config(config)
-            begun = _continue(parts, checkpoints) if done else _begin(config, parts, checkpoints, folder, screen)
+            begun = (
+                _continue(config, parts, checkpoints) if done else _begin(config, parts, checkpoints, folder, screen)
+            )
             _iterate(config, parts, begun, checkpoints, folder, screen)
             summary = together(partial(_finish, config, folder, began))[0]
     screen.summary(summary, out)
@@ -238,13 +241,17 @@ def _begin(config, parts: Parts, checkpoints, folder: report.RunFolder, screen: 
     return Start(saved, loop.copy(policy_of(parts.critic, saved.state.params)) if needed else None, 0)
 
 
-def _continue(parts: Parts, checkpoints) -> Start:
+def _continue(config: TrainConfig, parts: Parts, checkpoints) -> Start:
     """The newest checkpoint; a reference that does not move is the policy of checkpoint 0."""
     like = loop.begin(parts.params, parts.optimizer, 0, parts.critic, parts.devices)
     needed = "ref_logp_T" in reads(parts.objective)
     newest = checkpoint.iterations(checkpoints)[-1]
     if needed and parts.update_reference is not None and newest > 0:
         like = like._replace(reference=policy_of(parts.critic, like.state.params))
+    if newest > 0:
+        ahead = rollout_shapes(config.prompts, config.group_size, parts.prompt_length, config.max_new_tokens)
+        ahead = parts.devices.put("rows", jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), ahead))
+        like = like._replace(pending=(ahead,) * min(config.stale, config.steps - newest))
     saved, record = checkpoint.restore(checkpoints, like)
     reference = saved.reference
     if needed and reference is None:
@@ -260,7 +267,7 @@ def _iterate(config, parts: Parts, begun: Start, checkpoints, folder: report.Run
         max_new_tokens=config.max_new_tokens, sampling=config.sampling, seed=config.seed, epochs=config.epochs,
         microbatches=config.microbatches, group_microbatches=config.group_microbatches, old_logp=config.old_logp,
         critic=parts.critic, length_buckets=config.length_buckets, on_error=config.on_error,
-        pack_tokens=config.pack_tokens, skip_idle=config.skip_idle, compact=config.compact,
+        pack_tokens=config.pack_tokens, skip_idle=config.skip_idle, compact=config.compact, stale=config.stale,
         reference=begun.reference, update_reference=parts.update_reference, saved=begun.saved,
         prompt_length=parts.prompt_length, devices=parts.devices,
     )  # fmt: skip

@@ -50,6 +50,7 @@ WRONG = {
     "old_logp": ["samplr"],
     "on_error": ["rais"],
     "compact": [-1],
+    "stale": [-1],
     "remat": ["layr"],
     "mesh": ["", "data", "dta=2", "data=0", "data=2,data=2", "data=2;fsdp=2"],
     "pmap": [0],

@@ -18,11 +18,22 @@ from grpo_jax import loop
 from grpo_jax.checkpoint import Saved
 from grpo_jax.critic import value_network
 from grpo_jax.loop import SamplerMismatchError, prompt_width, rows_of, train, warm_up
-from grpo_jax.objectives import ema, every, gdpo, grpo, never, process_grpo, reinforce_baseline
+from grpo_jax.objectives import (
+    drop_stale,
+    ema,
+    every,
+    gdpo,
+    grpo,
+    never,
+    process_grpo,
+    reinforce,
+    reinforce_baseline,
+)
 from grpo_jax.objectives.preparations import high_entropy
 from grpo_jax.policy import Sampling, completion_logp
 from grpo_jax.rewards import RewardError
-from grpo_jax.rollout import encode
+from grpo_jax.rollout import completion_texts, encode
+from grpo_jax.sampler import generate
 from grpo_jax.tokenizer import ByteTokenizer
 from grpo_jax.train_step import adamw, init_state
 
@@ -169,6 +180,55 @@ def test_continuing_equals_never_stopping(started, whole, params, at):
     for (left, left_metrics), (right, right_metrics) in zip(rest, results[at:], strict=True):
         assert timeless(left_metrics) == timeless(right_metrics)
         chex.assert_trees_all_equal(left, right)
+
+
+@pytest.fixture(scope="module")
+def ahead(started):
+    """A run whose data is two iterations old."""
+    return kept(started(stale=2, length_buckets=1))
+
+
+def test_stale_data_comes_from_the_policy_of_as_many_iterations_ago(ahead, params):
+    """Iteration i is drawn by the policy before iteration i − 2 (the first by the first): by hand, the same texts."""
+    policies = [params, *(saved.state.params for saved, _ in ahead)]
+    for number, (saved, metrics) in enumerate(ahead):
+        prompts = encode(BYTES, TASK.prompt, rows_of(number, TASK.train, P, 5), length=16)
+        drawn = generate(
+            MODEL, policies[max(0, number - 2)], prompts, jax.random.fold_in(saved.key, number), group_size=G,
+            max_new_tokens=T, stop_ids=BYTES.stop_ids, pad_id=BYTES.pad_id,
+        )  # fmt: skip
+        texts = [text for group in completion_texts(BYTES, drawn) for text in group]
+        assert [row["completion"] for row in metrics["completions"]] == texts
+        assert len(saved.pending) == min(2, STEPS - number - 1)
+        assert (abs(metrics["ratio"] - 1) > 1e-5) == (number > 0), "the ratio is to the policy that sampled"
+
+
+@pytest.mark.parametrize("at", [1, STEPS - 1])
+def test_continuing_with_stale_data_equals_never_stopping(started, ahead, at):
+    rest = kept(started(stale=2, length_buckets=1, saved=Saved(*jax.tree.map(jnp.copy, ahead[at - 1][0]))))
+    assert len(rest) == STEPS - at
+    for (left, left_metrics), (right, right_metrics) in zip(rest, ahead[at:], strict=True):
+        assert timeless(left_metrics) == timeless(right_metrics)
+        chex.assert_trees_all_equal(left, right)
+
+
+def test_an_objective_sees_the_age_in_updates(started):
+    """Two epochs an iteration: the second iteration is two updates old, those behind it four."""
+    norms = [m["grad_norm"] for _, m in started(drop_stale(PLAIN, max_age=2), stale=2, epochs=2, steps=4)]
+    assert [norm > 0 for norm in norms] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stale": -1}, "stale must be an integer of at least 0"),
+        ({"stale": 1, "old_logp": "first_epoch"}, "needs old_logp='sampler'"),
+        ({"stale": 1, "objective": reinforce(beta=0.0)}, "does not read old_logp_T"),
+    ],
+)
+def test_stale_data_needs_a_ratio_to_its_policy(started, options, message):
+    with pytest.raises(ValueError, match=message):
+        next(started(**options))
 
 
 def test_a_moving_reference_is_part_of_what_is_saved(started, whole, params):

@@ -114,7 +114,8 @@ def test_killed_and_resumed_equals_uninterrupted(whole):
     assert process.returncode == 0, output
     assert "Held-out accuracy" in output
     same_run(killed, whole)
-    assert len(list((folder / "cache").iterdir())) < 1.2 * programs, "the programs were taken from the cache"
+    names = [path.name.partition("-")[0] for path in (folder / "cache").iterdir()]
+    assert len(names) < 1.3 * programs, ("the programs were taken from the cache", sorted(names))
 
 
 def test_the_second_start_compiles_nothing(tmp_path):
@@ -219,8 +220,10 @@ def no_picture(monkeypatch):
 
 
 @pytest.mark.usefixtures("no_picture")
-@pytest.mark.parametrize("options", [{"ref_ema": 0.8, "objective": "grpo"}, {"objective": "reinforce_baseline"}])
-def test_a_moving_reference_and_a_critic_are_resumed(tmp_path, options):
+@pytest.mark.parametrize(
+    "options", [{"ref_ema": 0.8, "objective": "grpo", "stale": 2}, {"objective": "reinforce_baseline"}]
+)
+def test_a_moving_reference_stale_data_and_a_critic_are_resumed(tmp_path, options):
     """Law: as above, for runs whose state is more than a policy; the kill is a missing last checkpoint."""
     config = TrainConfig(
         task="letters", steps=3, prompts=2, group_size=4, max_new_tokens=8, warm_up=0, learning_rate=0.05, eval_rows=3,

@@ -12,7 +12,7 @@ from conftest import TINY
 
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.models.attention import attend, attend_causal
-from grpo_jax.models.decoder import rope_frequencies
+from grpo_jax.models.decoder import rope_frequencies, widen
 
 VARIANTS = {
     "plain": TINY,
@@ -125,6 +125,16 @@ def test_a_prompt_and_its_group_together_equal_one_after_another():
     np.testing.assert_allclose(whole[0][1, 2:], expected[0][2:], atol=1e-5)
     np.testing.assert_allclose(whole[1][1], expected[1], atol=1e-5)
     np.testing.assert_allclose(packed[1][1, :5], expected[1][places[:5]], atol=1e-5)
+
+
+def test_a_widening_product_has_the_gradient_of_a_product():
+    """With the smaller operand transposed: a program of its gradient for w holds no transpose of the wide one."""
+    x, w = jax.random.normal(jax.random.key(0), (5, 3)), jax.random.normal(jax.random.key(1), (3, 7))
+    loss = lambda product: lambda x, w: jnp.sin(product(x, w)).sum()
+    got, wanted = (jax.grad(loss(f), argnums=(0, 1))(x, w) for f in (widen, jnp.matmul))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-6)
+    dots = [e for e in jax.make_jaxpr(jax.grad(loss(widen), argnums=1))(x, w).eqns if e.primitive.name == "dot_general"]
+    assert dots[-1].outvars[0].aval.shape == (3, 7)
 
 
 @pytest.mark.parametrize("options", [{"remat": "none"}, {"remat": "attention"}, {"remat": "dots"}, {"scan": False}])
