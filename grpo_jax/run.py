@@ -154,11 +154,15 @@ def start(config: TrainConfig, parts: Parts, screen: report.Screen) -> Params:
 
 
 class Start(NamedTuple):
-    """Where a run begins or continues: its state, the fixed reference if there is one, and the finished iterations."""
+    """Where a run begins or continues: its state, the fixed reference if there is one, and the finished iterations.
+
+    `seconds` were spent on them by earlier starts of the run.
+    """
 
     saved: Saved
     reference: Params | None
     iteration: int
+    seconds: float = 0.0
 
 
 def train(config: TrainConfig, *, resume: bool = False, screen: report.Screen | None = None) -> dict:
@@ -178,10 +182,10 @@ def train(config: TrainConfig, *, resume: bool = False, screen: report.Screen | 
         behind = (done[-1] + 1 if done else 0) if resume else None
         with report.RunFolder(out, resume_step=behind) if leader() else Unwritten() as folder:
             folder.write_config(config)
-            begun = (
-                _continue(config, parts, checkpoints) if done else _begin(config, parts, checkpoints, folder, screen)
-            )
-            _iterate(config, parts, begun, checkpoints, folder, screen)
+            begun = _continue(config, parts, checkpoints) if done else None
+            begun = begun or _begin(config, parts, checkpoints, folder, screen, began)
+            began -= begun.seconds
+            _iterate(config, parts, begun, checkpoints, folder, screen, began)
             summary = together(partial(_finish, config, folder, began))[0]
     screen.summary(summary, out)
     return summary
@@ -228,7 +232,7 @@ def _finish(config: TrainConfig, folder: report.RunFolder | Unwritten, began: fl
     return summary
 
 
-def _begin(config, parts: Parts, checkpoints, folder: report.RunFolder, screen: report.Screen) -> Start:
+def _begin(config, parts: Parts, checkpoints, folder: report.RunFolder, screen: report.Screen, began: float) -> Start:
     """Warm-up, the evaluation before GRPO, and checkpoint 0: the policy that training starts from."""
     params = start(config, parts, screen)
     rows = len(list(parts.task.held_out)[: config.eval_rows])
@@ -236,7 +240,7 @@ def _begin(config, parts: Parts, checkpoints, folder: report.RunFolder, screen: 
         _, result = held_out(config, parts, params, progress=show)
     saved = loop.begin(params, parts.optimizer, config.seed, parts.critic, parts.devices)
     folder.log(0, {"held_out": result.accuracy, "held_out_length": result.length})
-    checkpoint.save(checkpoints, 0, saved, {"iteration": 0})
+    checkpoint.save(checkpoints, 0, saved, _record(0, began))
     needed = "ref_logp_T" in reads(parts.objective)
     return Start(saved, loop.copy(policy_of(parts.critic, saved.state.params)) if needed else None, 0)
 
@@ -256,10 +260,14 @@ def _continue(config: TrainConfig, parts: Parts, checkpoints) -> Start:
     reference = saved.reference
     if needed and reference is None:
         reference = policy_of(parts.critic, checkpoint.restore_params(checkpoints, like.state.params, 0))
-    return Start(saved, reference, record["iteration"])
+    return Start(saved, reference, record["iteration"], record.get("seconds", 0.0))
 
 
-def _iterate(config, parts: Parts, begun: Start, checkpoints, folder: report.RunFolder, screen: report.Screen) -> None:
+def _record(iteration: int, began: float) -> dict:
+    return {"iteration": iteration, "seconds": round(time.perf_counter() - began, 3)}
+
+
+def _iterate(config, parts: Parts, begun: Start, checkpoints, folder, screen: report.Screen, began: float) -> None:
     """The caller's `for` loop around `loop.train`: evaluate, log, save."""
     iterations = loop.train(
         parts.model, policy_of(parts.critic, begun.saved.state.params), parts.task, parts.tokenizer, parts.objective,
@@ -284,7 +292,7 @@ def _iterate(config, parts: Parts, begun: Start, checkpoints, folder: report.Run
             folder.log(iteration, metrics, timings)
             folder.log_completions(iteration, spread(completions, config.log_completions))
             if last or iteration % config.save_every == 0:
-                checkpoint.save(checkpoints, iteration, saved, {"iteration": iteration})
+                checkpoint.save(checkpoints, iteration, saved, _record(iteration, began))
             shown = ("reward", "held_out", "no_signal", "length", "kl")
             numbers = {name: metrics[name] for name in shown if name in metrics}
             show(iteration, **numbers, tokens_per_second=timings["tokens_per_second"])

@@ -61,7 +61,8 @@ def same_run(left, right):
     names = [sorted(path.name for path in (folder / "checkpoints").iterdir()) for folder in (left, right)]
     assert names[0] == names[1]
     (saved, record), (other, other_record) = state_of(left), state_of(right)
-    assert record == other_record
+    assert record | {"seconds": 0} == other_record | {"seconds": 0}
+    assert min(record["seconds"], other_record["seconds"]) > 0
     chex.assert_trees_all_equal(saved, other)
     # An interrupted run measured some steps twice; its timings tell of each step once.
     assert [row["step"] for row in read_lines(left / "timings.jsonl")] == [
@@ -114,6 +115,8 @@ def test_killed_and_resumed_equals_uninterrupted(whole):
     assert process.returncode == 0, output
     assert "Held-out accuracy" in output
     same_run(killed, whole)
+    clock = [row["seconds/update"] for row in read_lines(killed / "timings.jsonl")]
+    assert json.loads((killed / "summary.json").read_text())["seconds"] > sum(clock), "of all starts together"
     names = [path.name.partition("-")[0] for path in (folder / "cache").iterdir()]
     assert len(names) < 1.3 * programs, ("the programs were taken from the cache", sorted(names))
 
