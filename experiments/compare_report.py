@@ -12,13 +12,16 @@ from rich.table import Table
 
 from grpo_jax import report
 
-LEVEL = 0.8  # "learned": the held-out accuracy whose first evaluation is reported
+LEVELS = (0.7, 0.8)  # held-out accuracies whose first evaluation is reported
 GRPO = "grpo"
-COLUMNS = ("system", "before, %", "after, %", f"{LEVEL:.0%} at step", "tokens", "s/step", "memory, MB", "of GRPO's")
+COLUMNS = (
+    "system", "before, %", "after, %", *(f"{level:.0%} at step" for level in LEVELS), "tokens", "s/step", "memory, MB",
+    "of GRPO's",
+)  # fmt: skip
 LEGEND = (
     "Held-out accuracy before and after, greedy, mean ± standard deviation over {seeds}; the first evaluated step with "
-    f"{LEVEL:.0%} (median); tokens sampled; the median time of a step; memory of the compiled update: state and batch "
-    "+ temporaries, and their sum as a share of GRPO's."
+    f"{' and '.join(f'{level:.0%}' for level in LEVELS)} (median); tokens sampled; the median time of a step; memory "
+    "of the compiled update: state and batch + temporaries, and their sum as a share of GRPO's."
 )
 # The ladder from the policy gradient to GRPO, in the panels of the picture.
 LADDER: dict[str, tuple[str, ...]] = {
@@ -32,7 +35,7 @@ LADDER: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 
-def steps_to(curve: Sequence[Mapping[str, float]], level: float = LEVEL) -> float:
+def steps_to(curve: Sequence[Mapping[str, float]], level: float) -> float:
     """The first evaluated step with at least that accuracy; infinity if there is none."""
     return next((point["step"] for point in curve if point["held_out"] >= level), math.inf)
 
@@ -44,7 +47,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict]:
         by_system.setdefault(record["system"], []).append(record)
     for name, runs in by_system.items():
         before, after = ([run["curve"][place]["held_out"] for run in runs] for place in (0, -1))
-        reached = float(np.median([steps_to(run["curve"]) for run in runs]))
+        reached = [float(np.median([steps_to(run["curve"], level) for run in runs])) for level in LEVELS]
         rows.append(
             {
                 "system": name,
@@ -52,7 +55,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> list[dict]:
                 "seeds": [run["seed"] for run in runs],
                 "before": _spread(before),
                 "after": _spread(after),
-                "steps_to_level": reached if math.isfinite(reached) else None,
+                "steps_to_levels": [step if math.isfinite(step) else None for step in reached],
                 "sampled_tokens": float(np.mean([run["sampled_tokens"] for run in runs])),
                 "seconds_per_step": float(np.median([run["seconds_per_step"] for run in runs])),
                 "memory": runs[0]["memory"],
@@ -72,12 +75,12 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
     """A row of the table, in the order of `COLUMNS`."""
     several = len(row["seeds"]) > 1
     percent = lambda x: f"{100 * x['mean']:.1f}" + (f" ± {100 * x['std']:.1f}" if several else "")
-    reached, ratio = row["steps_to_level"], row["memory_of_grpo"]
+    ratio = row["memory_of_grpo"]
     return (
         row["system"],
         percent(row["before"]),
         percent(row["after"]),
-        "–" if reached is None else f"{reached:g}",
+        *("–" if step is None else f"{step:g}" for step in row["steps_to_levels"]),
         f"{row['sampled_tokens'] / 1e3:,.0f}k",
         f"{row['seconds_per_step']:.2f}",
         " + ".join(f"{row['memory'][part] / 1e6:.1f}" for part in ("arguments", "temporaries")),

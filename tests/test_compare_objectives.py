@@ -269,17 +269,18 @@ def test_a_row_is_the_mean_and_deviation_over_seeds():
     assert (best["system"], other["system"]) == ("ppo", "grpo")
     assert other["before"] == pytest.approx({"mean": 0.3, "std": 0.1})
     assert other["after"] == pytest.approx({"mean": 0.8, "std": 0.1})
-    assert other["steps_to_level"] == 10  # of 5, 10 and never
+    assert other["steps_to_levels"] == [5, 10]  # of 5, 5 and 10; of 5, 10 and never
     assert best["after"]["std"] == 0.0
     assert best["memory_of_grpo"] == 2.0
     assert other["sampled_tokens"] == 1001
     assert other["seconds_per_step"] == pytest.approx(0.2)
-    assert compare_report.cells(other)[1:5] == ("30.0 ± 10.0", "80.0 ± 10.0", "10", "1k")
-    assert compare_report.cells(best) == ("ppo", "20.0", "95.0", "10", "1k", "0.10", "1.0 + 3.0", "2.00")
+    assert compare_report.cells(other)[1:6] == ("30.0 ± 10.0", "80.0 ± 10.0", "5", "10", "1k")
+    assert compare_report.cells(best) == ("ppo", "20.0", "95.0", "10", "10", "1k", "0.10", "1.0 + 3.0", "2.00")
     assert "over 1 to 3 seeds" in compare_report.markdown([best, other])
     assert "over 3 seeds" in compare_report.markdown([other])
     never = compare_report.summarise([made_up("bnpo", 0, 0.2, 0.79)])[0]
-    assert compare_report.cells(never)[3] == compare_report.cells(never)[7] == "–"
+    assert compare_report.cells(never)[3:5] == ("5", "–")
+    assert compare_report.cells(never)[8] == "–"
 
 
 def test_ppo_needs_the_critic_that_its_system_gets(small):
