@@ -53,17 +53,16 @@ def format_reward(prompt: str, completion: str) -> float:
 def working_reward(prompt: str, completion: str, working: str) -> list[tuple[int, float]] | float:
     """Two rewards a written step, in the order of the true working: what is computed (at its `=`), and its result.
 
-    The two sides of a sum or product may be swapped. Steps beyond those of the working earn 0, and so does a step
-    without `=`; nothing written at all is one step that earned 0.
+    The two sides of a sum or product may be swapped. Steps beyond those of the working earn 0. A step without its result
+    is one that earned 0, or a policy would be paid for stopping at `=`; so is nothing written at all.
     """
     rewards, truth = [], working.split()
     for index, written in enumerate(re.finditer(r"\S+", completion)):
-        left, equals, right = written[0].partition("=")
+        left, _, right = written[0].partition("=")
         true_left, _, true_right = (truth[index] if index < len(truth) else "").partition("=")
-        if equals:
+        if right:
             rewards.append((written.start() + len(left) + 1, float(left != "" and _same(left, true_left))))
-        if right or not equals:
-            rewards.append((written.end(), float(right != "" and right == true_right)))
+        rewards.append((written.end(), float(right != "" and right == true_right)))
     return rewards or 0.0
 
 

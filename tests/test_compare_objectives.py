@@ -97,7 +97,7 @@ def test_the_working_is_rewarded_step_by_step():
     assert working_reward("", "4*9=36 3*2=72", two) == [(4, 1.0), (6, 1.0), (11, 0.0), (13, 1.0)]
     assert working_reward("", "7*3=21 1*1=1", one)[2:] == [(11, 0.0), (12, 0.0)]
     assert working_reward("", "21", one) == [(2, 0.0)]
-    assert working_reward("", "7*3=", one) == [(4, 1.0)]
+    assert working_reward("", "7*3=", one) == [(4, 0.0)], "half a step does not pay"
     assert working_reward("", "8-3=5", "3-8=5") == [(4, 0.0), (5, 1.0)]
     assert working_reward("", "3+8=11", "8+3=11") == [(4, 1.0), (6, 1.0)]
     assert working_reward("", "", one) == working_reward("", " ", one) == 0.0
