@@ -53,8 +53,8 @@ def format_reward(prompt: str, completion: str) -> float:
 def working_reward(prompt: str, completion: str, working: str) -> list[tuple[int, float]] | float:
     """Two rewards a written step, in the order of the true working: what is computed (at its `=`), and its result.
 
-    The two sides of a sum or product may be swapped. Steps beyond those of the working earn 0. A step without its result
-    is one that earned 0, or a policy would be paid for stopping at `=`; so is nothing written at all.
+    The two sides of a sum or product may be swapped. Steps beyond those of the working earn 0. A step without its
+    result is one that earned 0, or a policy would be paid for stopping at `=`; so is nothing written at all.
     """
     rewards, truth = [], working.split()
     for index, written in enumerate(re.finditer(r"\S+", completion)):
