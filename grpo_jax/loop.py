@@ -22,7 +22,7 @@ from grpo_jax.critic import Critic, policy_of, with_critic
 from grpo_jax.devices import SINGLE, Devices
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_advantages, reads, reads_in_loss, reads_in_prepare
-from grpo_jax.policy import Sampling
+from grpo_jax.policy import Sampling, tokens_at_once
 from grpo_jax.rewards import score as score_rewards
 from grpo_jax.rollout import (
     Told,
@@ -148,7 +148,7 @@ def train(
     _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task)
     _check_parts("prompts_per_step", prompts_per_step, microbatches, devices)
     _check_stale(stale, old_logp, objective)
-    model = devices.for_training(model)
+    model, chunk = devices.for_training(model), _chunk(model, devices) if chunk is None else chunk
 
     def compiled(parts: int) -> Callable:
         step = make_train_step(
@@ -319,7 +319,7 @@ def warm_up(
         raise ValueError(f"steps must be at least 0 and batch_size at least 1, got {steps} and {batch_size}")
     _check_rows(task)
     _check_parts("batch_size", batch_size, 1, devices)
-    model = devices.for_training(model)
+    model, chunk = devices.for_training(model), _chunk(model, devices) if chunk is None else chunk
     step = make_train_step(model, SUPERVISED, optimizer, chunk=chunk, axis_name=devices.axis_name)
     step = devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
@@ -367,6 +367,11 @@ def _check_stale(stale: int, old_logp: str, objective: Objective) -> None:
             f"stale={stale} needs an objective with a ratio to the policy that sampled, which corrects for its age; "
             "this one does not read old_logp_T"
         )
+
+
+def _chunk(model: LanguageModel, devices: Devices) -> int:
+    """Tokens projected on the vocabulary at a time: a program of pmap sees its own prompts, one over a mesh all."""
+    return tokens_at_once(model, devices.parts if devices.axis_name is None else 1)
 
 
 def _check_parts(name: str, prompts: int, microbatches: int, devices: Devices) -> None:

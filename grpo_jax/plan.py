@@ -39,8 +39,10 @@ from grpo_jax.parallel import (
     make_mesh,
     mesh_sizes,
     param_shardings,
+    prompt_parts,
     replicated,
 )
+from grpo_jax.policy import tokens_at_once
 from grpo_jax.rollout import assemble, rollout_shapes, score
 from grpo_jax.sampler import generate
 from grpo_jax.topology import Roofline, Topology, parse_topology, roofline
@@ -296,10 +298,13 @@ class Shapes(NamedTuple):
         config = self.config
         step = make_train_step(
             self.model, self.objective, self.optimizer, microbatches=config.microbatches,
-            group_microbatches=config.group_microbatches, critic=self.critic,
+            group_microbatches=config.group_microbatches, critic=self.critic, chunk=self._chunk(),
         )  # fmt: skip
         out = (_shardings(self.state), replicated(self.mesh))
         return jax.jit(step, donate_argnums=0, out_shardings=out), self.state, self.batch
+
+    def _chunk(self) -> int:
+        return tokens_at_once(self.model, prompt_parts(self.mesh))
 
     def _largest(self):
         """The parameter whose change of layout needs most, before and after: they change one after another."""
@@ -320,8 +325,8 @@ class Shapes(NamedTuple):
     def _reference(self):
         reference, rollout = policy_of(self.critic, self.state.params), self.batch.rollout
         out = batch_shardings(self.mesh, rollout.logp_PGT)
-        program = jax.jit(lambda params, rollout: score(self.model, params, rollout)[0], out_shardings=out)
-        return program, reference, rollout
+        score_all = lambda params, rollout: score(self.model, params, rollout, chunk=self._chunk())[0]
+        return jax.jit(score_all, out_shardings=out), reference, rollout
 
 
 def _laid(shapes: Any, shardings: Any) -> Any:

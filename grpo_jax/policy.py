@@ -119,6 +119,15 @@ def _one_after_another(model: LanguageModel, params: Params, *rows: Array | None
     return jax.vmap(one_prompt)(*rows)
 
 
+def tokens_at_once(model: LanguageModel, parts: int = 1) -> int:
+    """How many tokens to project on the vocabulary at a time, so that each of `parts` devices makes `LOGITS` logits.
+
+    A program over a mesh sees the prompts of all devices: without `parts` each of them would take a share of a chunk, and
+    read the vocabulary's weights as many times more often.
+    """
+    return parts * max(1, LOGITS // model.config.vocab_size)
+
+
 def over_chunks(function: Callable, chunk: int, *arrays: Array) -> Array:
     """`function` over chunks of the arrays' second axis, one after another; recomputed, not stored, for the gradient.
 
@@ -166,7 +175,7 @@ def completion_scores(
         logits_V = kept_logits(model.logits(params, hidden_D), sampling, token)
         return token_logp(logits_V, token), entropy(logits_V) if with_entropy else None
 
-    chunk = LOGITS // model.config.vocab_size if chunk is None else chunk
+    chunk = tokens_at_once(model) if chunk is None else chunk
     scores = over_chunks(score, min(max(chunk // P, 1), token_PN.shape[1]), hidden_PND, token_PN)
 
     def spread(x_PN):
