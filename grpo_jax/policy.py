@@ -122,8 +122,8 @@ def _one_after_another(model: LanguageModel, params: Params, *rows: Array | None
 def tokens_at_once(model: LanguageModel, parts: int = 1) -> int:
     """How many tokens to project on the vocabulary at a time, so that each of `parts` devices makes `LOGITS` logits.
 
-    A program over a mesh sees the prompts of all devices: without `parts` each of them would take a share of a chunk, and
-    read the vocabulary's weights as many times more often.
+    A program over a mesh sees the prompts of all devices: without `parts` each of them would take a share of a chunk,
+    and read the vocabulary's weights as many times more often.
     """
     return parts * max(1, LOGITS // model.config.vocab_size)
 
