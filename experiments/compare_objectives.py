@@ -216,14 +216,14 @@ def programs(system: System, parts: run.Parts, config: TrainConfig) -> Programs:
     objective = lambda beta: parts.objective if beta is None else kl_in_reward(parts.objective, beta=beta)
     fields = reads(objective(system.kl_reward))
     collect = collector(parts, config, objective, fields)
-    state, key, *_ = loop.begin(parts.params, parts.optimizer, config.seed, parts.critic)
+    begun = loop.begin(parts.params, parts.optimizer, config.seed, parts.critic)
     rows = loop.rows_of(0, parts.task.train, config.prompts, config.seed)
-    batch, _ = collect(state.params, parts.params, start_beta(system), key, rows)
+    batch, _ = collect(begun.state.params, parts.params, start_beta(system), begun.key, rows)
     step = make_train_step(
         parts.model, objective(system.kl_reward), parts.optimizer, epochs=config.epochs, critic=parts.critic,
         microbatches=config.microbatches, sampling=config.sampling, old_logp=config.old_logp,
     )  # fmt: skip
-    update = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
+    update = jax.jit(step, donate_argnums=0).lower(begun.state, batch).compile()
     needs = update.memory_analysis()
     return Programs(
         collect, update, {"arguments": needs.argument_size_in_bytes, "temporaries": needs.temp_size_in_bytes}

@@ -185,8 +185,8 @@ def train(
         numbers = range(iteration + len(ahead), min(iteration + stale + 1, steps))
         weights = devices.for_decoding(policy_of(critic, state.params)) if numbers else None
         for number in numbers:
-            rows = [rows_of(number, task.train, prompts_per_step, seed)[i] for i in held]
-            prompts = devices.put_rows(encode(tokenizer, task.prompt, rows, length=width))
+            rows = rows_of(number, task.train, prompts_per_step, seed)
+            prompts = devices.put_rows(encode(tokenizer, task.prompt, [rows[i] for i in held], length=width))
             ahead.append(draw(weights, prompts, jax.random.fold_in(key, number), 0))
         del weights  # the layout of decoding is not kept during the update
         rollout, age = trim(jax.block_until_ready(ahead.popleft()), length_buckets), epochs * min(stale, iteration)

@@ -60,8 +60,8 @@ MICROBATCHES = (1, 2, 4)
 ROWS = [
     ("quick", layout, MICROBATCHES[(i + j) % 3], NORMALISERS[(i + j) % len(NORMALISERS)])
     for i, layout in enumerate(LAYOUTS)
-    for j in (range(3) if layout in ("pmap 4", MIXED) else (0,))
-]  # every layout, cuts and normalisers going round, and all cuts on two of them
+    for j in (range(3) if layout in ("pmap 4", "fsdp 4", MIXED) else (0,))
+]  # every layout, cuts and normalisers going round, and all cuts on three of them
 ROWS += [("decoder", "pmap 4", 2, "grpo"), ("decoder", "tensor 4", 1, "bnpo"), ("decoder", MIXED, 4, "dapo")]
 SAMPLED = [("quick", n, "gather") for n in ("pmap 2", "data 4", "fsdp 8", "tensor 2")]
 SAMPLED += [("decoder", n, "gather") for n in ("pmap 8", "tensor 8", MIXED)]
