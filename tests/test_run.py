@@ -91,8 +91,8 @@ def test_killed_and_resumed_equals_uninterrupted(whole):
     """
     rng, folder = random.Random(2), whole.parent
     killed = folder / "killed"
-    programs = len(list((folder / "cache").iterdir()))
-    assert programs > 10
+    programs = {path.name for path in (folder / "cache").iterdir()}
+    assert len(programs) > 10
     lines = lambda: len(read_lines(killed / "metrics.jsonl"))
 
     process = launch(folder, "train", *OPTIONS, "--out", "killed")
@@ -117,8 +117,11 @@ def test_killed_and_resumed_equals_uninterrupted(whole):
     same_run(killed, whole)
     clock = [row["seconds/update"] for row in read_lines(killed / "timings.jsonl")]
     assert json.loads((killed / "summary.json").read_text())["seconds"] > sum(clock), "of all starts together"
-    names = [path.name.partition("-")[0] for path in (folder / "cache").iterdir()]
-    assert len(names) < 1.2 * programs, ("the programs were taken from the cache", sorted(names))
+    more = sorted({path.name for path in (folder / "cache").iterdir()} - programs)
+    # Restored arrays are committed to their device, fresh ones are not: what takes them is another program.
+    again = {"_generate", "score", "assemble", "step", "_reduce_max", "_reduce_sum", "_threefry_fold_in"}
+    assert {name.removeprefix("jit_").partition("-")[0] for name in more} <= again, more
+    assert len(more) <= 8, f"the programs were taken from the cache, but for {more}"
 
 
 def test_the_second_start_compiles_nothing(tmp_path):
