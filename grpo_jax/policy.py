@@ -80,13 +80,22 @@ def kept_logits(logits_V: Array, sampling: Sampling, token: Array | None = None)
 def token_logp(logits_V: Array, token: Array) -> Array:
     """`log softmax(logits)[token]` in float32; any leading axes."""
     chosen = jnp.take_along_axis(logits_V, token[..., None], axis=-1)[..., 0]
-    return chosen - jax.nn.logsumexp(logits_V, axis=-1)
+    return chosen - log_sum_exp(logits_V)
+
+
+def log_sum_exp(x_V: Array) -> Array:
+    """`log Σ_v exp(x_v)` over the last axis, of finite numbers."""
+    top = jax.lax.stop_gradient(x_V.max(-1))
+    # XLA's CPU back end would compute the exponentials inside the sum, one at a time: a product keeps them apart.
+    by_product = lambda p_V: p_V @ jnp.ones(p_V.shape[-1], p_V.dtype)
+    total = jax.lax.platform_dependent(jnp.exp(x_V - top[..., None]), cpu=by_product, default=lambda p_V: p_V.sum(-1))
+    return top + jnp.log(total)
 
 
 def entropy(logits_V: Array) -> Array:
     """`−Σ_v p_v log p_v` over the last axis, in nats."""
     p_V = jax.nn.softmax(logits_V, axis=-1)
-    return jax.nn.logsumexp(logits_V, axis=-1) - jnp.sum(p_V * jnp.where(p_V > 0, logits_V, 0.0), axis=-1)
+    return log_sum_exp(logits_V) - jnp.sum(p_V * jnp.where(p_V > 0, logits_V, 0.0), axis=-1)
 
 
 def completion_hidden(
@@ -131,10 +140,12 @@ def tokens_at_once(model: LanguageModel, parts: int = 1) -> int:
 def over_chunks(function: Callable, chunk: int, *arrays: Array) -> Array:
     """`function` over chunks of the arrays' second axis, one after another; recomputed, not stored, for the gradient.
 
-    Every chunk holds `chunk` entries of every row of the first axis, so that rows may lie on different devices.
+    Every chunk holds as many entries of every row of the first axis, so that rows may lie on different devices: at most
+    `chunk`, and as few as the number of chunks allows, so that hardly any is padding.
     """
     P, N = arrays[0].shape[:2]
     count = -(-N // chunk)
+    chunk = -(-N // count)
 
     def cut(a):
         a = jnp.pad(a, [(0, 0), (0, count * chunk - N)] + [(0, 0)] * (a.ndim - 2))

@@ -19,39 +19,77 @@ def einsum32(spec: str, x: Array, y: Array) -> Array:
     return jax.lax.platform_dependent(x, y, cpu=upcast, default=product)
 
 
-def attend(q_TKhd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
-    """Softmax attention over the union of several sets of keys, merged by their log-sum-exp.
+@jax.custom_vjp
+def scores(q_RNd: Array, k_RSd: Array) -> Array:
+    """`q kᵀ` for each of R, in float32: `[R, N, S]`.
 
-    `parts` holds (k_KSd, v_KSd, mask broadcastable to [T, S]) each; h = H/K query heads share one key head. With scores
-    s_j of part j and m their common maximum: out = Σ_j exp(s_j − m) v_j / Σ_j Σ exp(s_j − m). Returns [T, K, h, d].
+    The gradient for k is written as `(qᵀ g)ᵀ` and not as `gᵀ q`: XLA's CPU back end makes a transposed copy of the
+    first factor, and q is smaller than g wherever the keys are many. Not under `vmap` over queries alone.
     """
-    scale = q_TKhd.shape[-1] ** -0.5
-    scores = []
-    for k_KSd, _, mask_TS in parts:
-        score = einsum32("tkhd,ksd->khts", q_TKhd, k_KSd) * scale
-        scores.append(jnp.where(mask_TS, score, MASKED))
-    top = scores[0].max(-1, keepdims=True)
-    for score in scores[1:]:
-        top = jnp.maximum(top, score.max(-1, keepdims=True))
+    return einsum32("rnd,rsd->rns", q_RNd, k_RSd)
+
+
+def _scores_backward(kept, g_RNS):
+    q_RNd, k_RSd = kept
+    grad_q = einsum32("rns,rsd->rnd", g_RNS, k_RSd)
+    grad_k = einsum32("rnd,rns->rds", q_RNd, g_RNS).swapaxes(1, 2)
+    return grad_q.astype(q_RNd.dtype), grad_k.astype(k_RSd.dtype)
+
+
+scores.defvjp(lambda q, k: (einsum32("rnd,rsd->rns", q, k), (q, k)), _scores_backward)
+
+
+@jax.custom_vjp
+def mixture(w_RNS: Array, v_RSd: Array) -> Array:
+    """`w v` for each of R, in float32: `[R, N, d]`. The gradient for v is `(gᵀ w)ᵀ`, for the reason of `scores`."""
+    return einsum32("rns,rsd->rnd", w_RNS, v_RSd)
+
+
+def _mixture_backward(kept, g_RNd):
+    w_RNS, v_RSd = kept
+    grad_w = einsum32("rnd,rsd->rns", g_RNd, v_RSd)
+    grad_v = einsum32("rnd,rns->rds", g_RNd, w_RNS).swapaxes(1, 2)
+    return grad_w.astype(w_RNS.dtype), grad_v.astype(v_RSd.dtype)
+
+
+mixture.defvjp(lambda w, v: (einsum32("rns,rsd->rnd", w, v), (w, v)), _mixture_backward)
+
+
+def attend(q_KGThd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
+    """Softmax attention over the union of several sets of keys, merged by their log-sum-exp: `[K, G, T, h, d]`.
+
+    `parts` holds (k, v, mask broadcastable to [T, S]) each, with keys of all G sequences, [K, S, d], or of each,
+    [K, G, S, d]; h = H/K query heads share one key head. With scores s_j of part j and m their common maximum:
+    out = Σ_j exp(s_j − m) v_j / Σ_j Σ exp(s_j − m).
+    """
+    K, G, T, h, d = q_KGThd.shape
+    scored = []
+    for k, v, mask_TS in parts:
+        R = K if k.ndim == 3 else K * G  # one product for the queries of all sequences where they share the keys
+        k, v = (y.reshape(R, -1, d) for y in (k, v))
+        score = scores(q_KGThd.reshape(R, -1, d), k).reshape(K, G, T, h, -1) * d**-0.5
+        scored.append((jnp.where(mask_TS[..., None, :], score, MASKED), v))
+    top = reduce(jnp.maximum, [score.max(-1, keepdims=True) for score, _ in scored])
     top = jax.lax.stop_gradient(top)
     out, total = 0.0, 0.0
-    for score, (_, v_KSd, _) in zip(scores, parts, strict=True):
+    for score, v_RSd in scored:
         weight = jnp.exp(score - top)
-        total = total + weight.sum(-1)
-        out = out + einsum32("khts,ksd->tkhd", weight.astype(v_KSd.dtype), v_KSd)
-    return (out / jnp.moveaxis(total, -1, 0)[..., None]).astype(q_TKhd.dtype)
+        total = total + weight.sum(-1, keepdims=True)
+        weight_RNS = weight.reshape(v_RSd.shape[0], -1, v_RSd.shape[1]).astype(v_RSd.dtype)
+        out = out + mixture(weight_RNS, v_RSd).reshape(K, G, T, h, d)
+    return (out / total).astype(q_KGThd.dtype)
 
 
-def attend_causal(q_SKhd: Array, k_KSd: Array, v_KSd: Array, mask_S: Array, *, block: int = 256) -> Array:
+def attend_causal(q_KShd: Array, k_KSd: Array, v_KSd: Array, mask_S: Array, *, block: int = 256) -> Array:
     """Causal attention of a sequence to itself. A block of queries sees the keys up to its own end: those behind it,
-    which the mask would remove, are not computed. Returns [S, K, h, d]."""
-    S, outs = q_SKhd.shape[0], []
+    which the mask would remove, are not computed. Returns [K, S, h, d]."""
+    S, outs = q_KShd.shape[1], []
     causal_SS = jnp.tril(jnp.ones((S, S), bool)) & mask_S[None, :]
     for start in range(0, S, block):
         end = min(start + block, S)
-        mask = causal_SS[start:end, :end]
-        outs.append(attend(q_SKhd[start:end], [(k_KSd[:, :end], v_KSd[:, :end], mask)]))
-    return jnp.concatenate(outs) if len(outs) > 1 else outs[0]
+        part = k_KSd[:, :end], v_KSd[:, :end], causal_SS[start:end, :end]
+        outs.append(attend(q_KShd[:, None, start:end], [part])[:, 0])
+    return jnp.concatenate(outs, 1) if len(outs) > 1 else outs[0]
 
 
 def attend_one(q_Khd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:

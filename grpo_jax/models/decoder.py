@@ -130,11 +130,11 @@ def widen(x_TD: Array, w_DF: Array) -> Array:
     JAX's own `(gᵀ x)ᵀ` makes XLA's CPU back end compute g, with all that is fused into it, along its long side.
     Forward-mode differentiation stops here: JAX has none of a `custom_vjp`.
     """
-    return checkpoint_name(x_TD @ w_DF, "widened")
+    return x_TD @ w_DF
 
 
 def _widen_forward(x_TD, w_DF):
-    return widen(x_TD, w_DF), (x_TD, w_DF)
+    return x_TD @ w_DF, (x_TD, w_DF)  # not `widen` again: a remat policy sees products, not what is in a custom_vjp
 
 
 def _widen_backward(kept, g_TF):
@@ -146,7 +146,7 @@ widen.defvjp(_widen_forward, _widen_backward)
 
 
 class Block(nn.Module):
-    """One pre-norm layer. `attention(q_TKhd, k_KTd, v_KTd) -> (out_TKhd, kept)` decides what the queries see."""
+    """One pre-norm layer. `attention(q_KThd, k_KTd, v_KTd) -> (out_KThd, kept)` decides what the queries see."""
 
     config: DecoderConfig
 
@@ -164,10 +164,10 @@ class Block(nn.Module):
         h = rms_norm(x_TD, self.param("input_norm", nn.initializers.ones, (D,), c.dtype), c.rms_norm_eps)
         q, k, v = (linear(h, name, n * d, c.attention_bias) for name, n in (("q", H), ("k", K), ("v", K)))
         q = rotate(q.reshape(-1, H, d), turns_2T12f).reshape(-1, K, H // K, d)
-        k = rotate(k.reshape(-1, K, d), turns_2T12f).swapaxes(0, 1)
-        q, k, v = (checkpoint_name(y, "attention") for y in (q, k, v.reshape(-1, K, d).swapaxes(0, 1)))
+        k, v = rotate(k.reshape(-1, K, d), turns_2T12f), v.reshape(-1, K, d)
+        q, k, v = (checkpoint_name(y.swapaxes(0, 1), "attention") for y in (q, k, v))
         out, kept = attention(q, k, v)
-        x_TD = x_TD + linear(checkpoint_name(out, "attention").reshape(-1, H * d), "o", D)
+        x_TD = x_TD + linear(checkpoint_name(out, "attention").swapaxes(0, 1).reshape(-1, H * d), "o", D)
 
         h = rms_norm(x_TD, self.param("post_norm", nn.initializers.ones, (D,), c.dtype), c.rms_norm_eps)
         return x_TD + linear(nn.silu(linear(h, "gate", F)) * linear(h, "up", F), "down", D), kept
@@ -177,10 +177,7 @@ class Block(nn.Module):
 REMAT = {
     "layer": jax.checkpoint_policies.nothing_saveable,
     "attention": jax.checkpoint_policies.save_only_these_names("attention"),
-    "dots": jax.checkpoint_policies.save_from_both_policies(
-        jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-        jax.checkpoint_policies.save_only_these_names("widened"),
-    ),
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "none": None,
 }
 
@@ -277,7 +274,9 @@ def decoder(
         causal_TT = jnp.tril(jnp.ones((T, T), bool))
 
         def body(x, layer, prompt_kv):
-            attention = lambda q, k, v: (attend(q, [(*prompt_kv, cache.mask_S), (k, v, causal_TT)]), None)
+            def attention(q, k, v):
+                return attend(q[:, None], [(*prompt_kv, cache.mask_S), (k, v, causal_TT)])[:, 0], None
+
             return block.apply({"params": whole(layer)}, x, turn, attention)
 
         prompt_kv = jnp.stack(cache.k_KdS).swapaxes(2, 3), jnp.stack(cache.v_KSd)
@@ -302,24 +301,22 @@ def decoder(
             """Rows of one prompt: its own see the prompt; its group's, as [G, T], see the prompt and themselves."""
             if packed:
                 slot_M = jnp.full(G * T, place_N.size).at[place_N].set(jnp.arange(place_N.size), mode="drop")
-                pad, pack = (lambda y: take_rows(y, slot_M, place_N)), (lambda y: take_rows(y, place_N, slot_M))
+                rows = jax.vmap(take_rows, in_axes=(0, None, None))
+                pad, pack = (lambda y: rows(y, slot_M, place_N)), (lambda y: rows(y, place_N, slot_M))
             else:
                 pad = pack = lambda y: y
             k_KSd, v_KSd = k[:, :S], v[:, :S]
-            grouped = lambda y: pad(y).reshape(G, T, *y.shape[1:])
-            q_GT, k_GT, v_GT = grouped(q[S:]), grouped(k[:, S:].swapaxes(0, 1)), grouped(v[:, S:].swapaxes(0, 1))
-            one = lambda q, k, v: attend(q, [(k_KSd, v_KSd, mask_S), (k.swapaxes(0, 1), v.swapaxes(0, 1), causal_TT)])
-            out_GT = jax.vmap(one)(q_GT, k_GT, v_GT)
-            out_N = pack(out_GT.reshape(G * T, *out_GT.shape[2:]))
-            return jnp.concatenate([attend_causal(q[:S], k_KSd, v_KSd, mask_S), out_N])
+            q_GT, k_GT, v_GT = (pad(y[:, S:]).reshape(y.shape[0], G, T, *y.shape[2:]) for y in (q, k, v))
+            out = attend(q_GT, [(k_KSd, v_KSd, mask_S), (k_GT, v_GT, causal_TT)])
+            out_N = pack(out.reshape(out.shape[0], G * T, *out.shape[3:]))
+            return jnp.concatenate([attend_causal(q[:, :S], k_KSd, v_KSd, mask_S), out_N], 1)
 
         def body(x, layer, _):
             # Products with weights see all rows of all prompts at once, attention those of one prompt.
             def attention(q, k, v):
-                k, v = (y.reshape(-1, P, R, y.shape[-1]) for y in (k, v))
-                q = q.reshape(P, R, *q.shape[1:])
-                out = jax.vmap(attend_group, in_axes=(0, 1, 1, 0, 0))(q, k, v, mask_PS, place_PN)
-                return out.reshape(P * R, *out.shape[2:]), None
+                q, k, v = (y.reshape(y.shape[0], P, R, *y.shape[2:]) for y in (q, k, v))
+                out = jax.vmap(attend_group, in_axes=(1, 1, 1, 0, 0), out_axes=1)(q, k, v, mask_PS, place_PN)
+                return out.reshape(out.shape[0], P * R, *out.shape[3:]), None
 
             return block.apply({"params": whole(layer)}, x, turn, attention)
 
@@ -353,7 +350,7 @@ def decoder(
                 v_KTd = jax.lax.dynamic_update_slice(own[i][1], v, (0, index, 0))
                 seen = jnp.arange(v_KTd.shape[1]) <= index
                 parts = [(cache.k_KdS[i], cache.v_KSd[i], cache.mask_S), (k_KdT, v_KTd, seen)]
-                return attend_one(q[0], parts)[None], (k_KdT, v_KTd)
+                return attend_one(q[:, 0], parts)[:, None], (k_KdT, v_KTd)
 
             x, kept = block.apply({"params": layer}, x, turn, attention)
             grown.append(kept)

@@ -78,30 +78,41 @@ def test_no_token_sees_the_future_or_padding(model_and_params):
 
 def test_attention_in_parts_is_attention_in_one():
     k = jax.random.split(jax.random.key(0), 3)
-    q, key, value = (jax.random.normal(x, s) for x, s in zip(k, [(5, 2, 3, 8), (2, 9, 8), (2, 9, 8)], strict=True))
+    shapes = (2, 4, 5, 3, 8), (2, 9, 8), (2, 9, 8)  # two key heads, four sequences of five queries, nine keys
+    q, key, value = (jax.random.normal(x, s) for x, s in zip(k, shapes, strict=True))
     mask = jax.random.bernoulli(jax.random.key(3), 0.7, (5, 9)).at[:, 0].set(True)
-    whole = attend(q, [(key, value, mask)])
-    cut = attend(q, [(key[:, :4], value[:, :4], mask[:, :4]), (key[:, 4:], value[:, 4:], mask[:, 4:])])
-    np.testing.assert_allclose(cut, whole, atol=1e-6)
-    score = np.einsum("tkhd,ksd->tkhs", q, key) / np.sqrt(8)
-    score = np.where(np.asarray(mask)[:, None, None], score, -np.inf)
-    p = np.exp(score - score.max(-1, keepdims=True))
-    expected = np.einsum("tkhs,ksd->tkhd", p / p.sum(-1, keepdims=True), value)
-    np.testing.assert_allclose(whole, expected, atol=1e-6)
+
+    def whole(q, key, value):
+        return attend(q, [(key, value, mask)])
+
+    def cut(q, key, value):
+        """The last five keys as each sequence's own."""
+        own = [jnp.broadcast_to(x[:, None, 4:], (2, 4, 5, 8)) for x in (key, value)]
+        return attend(q, [(key[:, :4], value[:, :4], mask[:, :4]), (*own, mask[:, 4:])])
+
+    def expected(q, key, value):
+        score = jnp.einsum("kgthd,ksd->kgths", q, key) / np.sqrt(8)
+        p = jax.nn.softmax(jnp.where(mask[:, None], score, -jnp.inf), axis=-1)
+        return jnp.einsum("kgths,ksd->kgthd", p, value)
+
+    value_and_gradients = lambda f: jax.value_and_grad(lambda *x: jnp.sum(f(*x) ** 2), argnums=(0, 1, 2))(q, key, value)
+    np.testing.assert_allclose(whole(q, key, value), expected(q, key, value), atol=1e-6)
+    for f in (whole, cut):
+        chex.assert_trees_all_close(value_and_gradients(f), value_and_gradients(expected), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("block", [1, 3, 4])
 def test_blocks_of_a_causal_attention_change_cost_only(block):
     rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((8, 2, 2, 4), (2, 8, 4), (2, 8, 4)))
+    q, k, v = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 8, 2, 4), (2, 8, 4), (2, 8, 4)))
     mask = jnp.arange(8) >= 3
     whole, cut = attend_causal(q, k, v, mask), attend_causal(q, k, v, mask, block=block)
-    np.testing.assert_allclose(cut[3:], whole[3:], atol=1e-6)
+    np.testing.assert_allclose(cut[:, 3:], whole[:, 3:], atol=1e-6)
 
 
 def test_blocks_of_a_causal_attention_save_work(optimized):
     """Four blocks compute 10 of 16 blocks of scores."""
-    q, k, v = jnp.zeros((64, 2, 2, 8)), jnp.zeros((2, 64, 8)), jnp.zeros((2, 64, 8))
+    q, k, v = jnp.zeros((2, 64, 2, 8)), jnp.zeros((2, 64, 8)), jnp.zeros((2, 64, 8))
     program = lambda block: jax.jit(partial(attend_causal, block=block)).lower(q, k, v, jnp.ones(64, bool)).compile()
     assert program(16).cost_analysis()["flops"] < 0.75 * program(64).cost_analysis()["flops"]
 
