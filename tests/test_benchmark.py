@@ -14,7 +14,7 @@ from experiments.benchmark import __main__ as program
 from experiments.benchmark import agreement, driver, weights, worker
 from experiments.benchmark.agreement import DisagreementError
 from experiments.benchmark.driver import Plan, WorkerError
-from experiments.benchmark.report import FIELDS, Report, ratios
+from experiments.benchmark.report import FIELDS, STAGES, Report, ratios
 from experiments.benchmark.workloads import SHAPES, WORKLOADS, Workload, make_inputs, necessary_work
 
 STOP = 2
@@ -217,6 +217,7 @@ def test_json_tables_and_ratios():
     results = {
         "T1": {
             "grpo_jax": [result(1.0, temp_bytes=10**6), result(3.0, temp_bytes=10**6), result(2.0, temp_bytes=10**6)],
+            "grpo_jax_dots": [result(1.0, temp_bytes=2 * 10**6)],
             "trl": [result(8.0)],
             "tunix": [result(6.0, temp_bytes=5 * 10**6)],
             "transformers": [{"failed": "out of memory"}],
@@ -231,13 +232,15 @@ def test_json_tables_and_ratios():
     found = json.loads(report.json())
     assert set(found) == {"machine", "workloads"}
     assert list(found["workloads"]) == ["T1"]
-    assert list(found["workloads"]["T1"]) == ["grpo_jax", "trl", "tunix"]
+    assert list(found["workloads"]["T1"]) == ["grpo_jax", "grpo_jax_dots", "trl", "tunix"]
     assert all(set(row) == set(FIELDS) for row in found["workloads"]["T1"].values())
     assert found["workloads"]["T1"]["grpo_jax"]["step_s"] == 2.0
     assert found["workloads"]["T1"]["trl"]["temp_bytes"] is None
     assert ratios(report.rows["T1"]) == {
-        "faster of TRL and Tunix": pytest.approx({"sample": 3, "reference": 3, "train": 3, "step": 3}),
-        "temporaries of Tunix": {"train": 5.0},
+        "grpo_jax against faster of TRL and Tunix": pytest.approx(dict.fromkeys(STAGES, 3)),
+        "grpo_jax against temporaries of Tunix": {"train": 5.0},
+        "grpo_jax_dots against faster of TRL and Tunix": pytest.approx(dict.fromkeys(STAGES, 6)),
+        "grpo_jax_dots against temporaries of Tunix": {"train": 2.5},
     }
     ours = report.cells("T1")[0]
     work = report.work["T1"]
@@ -272,7 +275,7 @@ def test_a_peer_that_is_not_installed_is_left_out_and_said_so(folder, tmp_path):
         peers="tunix", tunix_python=str(tmp_path / "none"), weights=str(folder), shape="tiny", out=str(tmp_path)
     )
     plan, versions, notes = program.make_plan(options)
-    assert plan.contestants == ("machine_jax", "grpo_jax")
+    assert plan.contestants == ("machine_jax", "grpo_jax", "grpo_jax_dots")
     assert "jax" in versions
     assert any("tunix is left out" in note for note in notes)
 
@@ -293,7 +296,7 @@ def measured(folder, tmp_path_factory):
         }  # fmt: skip
         spec = worker.spec_of(settings)
         inputs = make_inputs(spec.workload, 512, STOP)
-        module = importlib.import_module(f"experiments.benchmark.{worker.MODULES[contestant]}")
+        module = importlib.import_module(f"experiments.benchmark.{worker.MODULES[worker.family(contestant)]}")
         found, arrays = worker.measure(module.build(spec, inputs), spec, inputs)
         return found, {name: found[name] for name in ("loss", "grad_norm")} | arrays
 
@@ -312,6 +315,12 @@ def test_peers_take_the_same_first_step(measured, peer, workload):
     agreement.check(workload, peer, ours, theirs)
     assert (found["temp_bytes"], own["temp_bytes"] > 0) == (None, True)
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["stages"].values())
+
+
+def test_the_second_row_keeps_more_and_computes_the_same(measured):
+    (less, ours), (more, second) = measured("grpo_jax", "T4"), measured("grpo_jax_dots", "T4")
+    agreement.check("T4", "grpo_jax_dots", ours, second)
+    assert more["temp_bytes"] != less["temp_bytes"]
 
 
 def test_lengths_that_were_not_reached_are_an_error():
@@ -351,6 +360,7 @@ def test_the_program(tmp_path, folder):
     )  # fmt: skip
     program.main(options)
     found = json.loads((tmp_path / "a.json").read_text())
+    assert set(found["workloads"]["T4"]) == {"grpo_jax", "grpo_jax_dots"}
     assert set(found["workloads"]["T4"]["grpo_jax"]) == set(FIELDS)
     assert all(found["workloads"]["T4"]["grpo_jax"][name] > 0 for name in FIELDS if name != "compile_s")
     assert found["machine"]["matrix_flops"] > 0

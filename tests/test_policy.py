@@ -8,7 +8,7 @@ import pytest
 from conftest import TINY, ragged
 
 from grpo_jax.models import DecoderConfig, decoder
-from grpo_jax.policy import Sampling, completion_logp, completion_scores, kept_logits, over_chunks
+from grpo_jax.policy import Sampling, completion_logp, completion_scores, kept_logits, log_sum_exp, over_chunks
 from grpo_jax.types import Prompts
 
 G, T = 3, 7
@@ -136,6 +136,20 @@ def test_the_chunk_changes_cost_only(tiny_model, tiny_params, prompts, completio
 def test_over_chunks_pads_and_cuts():
     x = jnp.arange(20.0).reshape(2, 10)
     np.testing.assert_array_equal(over_chunks(lambda x: x * 2, 4, x), 2 * x)
+
+
+def test_chunks_are_of_one_size_and_hardly_padded():
+    """Ten entries, at most six at once: two chunks of five, where six and four would be two of six."""
+    sizes = []
+    over_chunks(lambda x: sizes.append(x.shape) or x, 6, jnp.zeros((2, 10)))
+    assert set(sizes) == {(2, 5)}
+
+
+def test_log_sum_exp_is_that_of_jax():
+    x = 30 * jax.random.normal(jax.random.key(0), (3, 5, 1000))
+    np.testing.assert_allclose(log_sum_exp(x), jax.nn.logsumexp(x, axis=-1), rtol=1e-6)
+    gradient = jax.grad(lambda x: jnp.sum(log_sum_exp(x) ** 2))(x)
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: jnp.sum(jax.nn.logsumexp(x, -1) ** 2))(x), atol=1e-4)
 
 
 def test_what_stands_after_the_mask_changes_nothing(tiny_model, tiny_params, prompts, completions):

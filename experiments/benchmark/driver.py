@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from experiments.benchmark import agreement
-from experiments.benchmark.workloads import WORKLOADS, make_inputs
+from experiments.benchmark.workloads import WORKLOADS, family, make_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 # The distributions whose versions are told, the first of which a contestant cannot do without.
@@ -46,7 +46,7 @@ class Plan:
     """One run of the benchmark, every default filled in."""
 
     workloads: tuple[str, ...]
-    contestants: tuple[str, ...]  # with their _bf16 rows
+    contestants: tuple[str, ...]  # with their second rows
     pythons: dict[str, str]  # of each contestant's family
     folder: str  # the weights
     out: Path
@@ -63,10 +63,6 @@ class Plan:
         """What must not change between two runs that share a folder."""
         names = ("folder", "shape", "dtype", "repeats", "seed", "learning_rate", "clip_norm")
         return {name: getattr(self, name) for name in names}
-
-
-def family(contestant: str) -> str:
-    return contestant.removesuffix("_bf16")
 
 
 def accelerator() -> str:
@@ -192,7 +188,7 @@ def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str
             try:
                 found = _result(plan.pythons[family(contestant)], spec, plan.memory_limit, hear)
             except WorkerError as error:
-                if contestant == "grpo_jax":
+                if family(contestant) == "grpo_jax":
                     raise
                 found = {"failed": str(error)}
             own.append(found)

@@ -57,8 +57,16 @@ def shares(row: dict, work: dict[str, float], rates: dict[str, float], width: in
 
 
 def ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
-    """How many times longer (or larger) the faster of TRL and Tunix is, and the PyTorch loop, than grpo_jax."""
-    ours, found = rows["grpo_jax"], {}
+    """How many times longer (or larger) the faster of TRL and Tunix is, and the PyTorch loop, than our rows."""
+    found = {}
+    for name in ("grpo_jax", "grpo_jax_dots"):
+        for ours in _present(rows, name):
+            found |= {f"{name} against {title}": values for title, values in _ratios(rows, ours).items()}
+    return found
+
+
+def _ratios(rows: dict[str, dict], ours: dict) -> dict[str, dict[str, float]]:
+    found = {}
     peers = [rows[name] for name in NAMED_PEERS if name in rows]
     for title, others in (("faster of TRL and Tunix", peers), ("PyTorch loop", _present(rows, "transformers"))):
         if others:
@@ -100,7 +108,7 @@ def ratio_lines(rows: dict[str, dict]) -> list[str]:
     lines = []
     for title, values in ratios(rows).items():
         told = ", ".join(f"{stage} {value:.2f}×" for stage, value in values.items())
-        lines.append(f"against {title}: {told}")
+        lines.append(f"{title}: {told}")
     return lines
 
 

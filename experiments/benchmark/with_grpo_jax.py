@@ -16,6 +16,7 @@ from grpo_jax.train_step import adamw, init_state, make_train_step
 from grpo_jax.types import Batch, Prompts, Rollout
 
 LENGTH_BUCKETS = 4  # the default of `loop.train`
+COMPACT = 2
 
 
 def build(spec: SimpleNamespace, inputs: dict) -> "GrpoJax":
@@ -25,7 +26,8 @@ def build(spec: SimpleNamespace, inputs: dict) -> "GrpoJax":
 class GrpoJax:
     def __init__(self, spec, inputs):
         self.spec, self.inputs, work = spec, inputs, spec.workload
-        self.model, params = load_pretrained(spec.folder, dtype=spec.dtype)
+        remat = "dots" if spec.contestant.endswith("_dots") else "layer"
+        self.model, params = load_pretrained(spec.folder, dtype=spec.dtype, remat=remat)
         self.objective = grpo(low=0.2, high=0.2, beta=work.beta)
         self.prompts = Prompts(jnp.asarray(inputs["prompt_PS"]), jnp.ones(inputs["prompt_PS"].shape, bool))
         self.sampler = force_lengths(self.model, inputs["length_PG"], spec.stop_id) if work.ragged else self.model
@@ -42,7 +44,7 @@ class GrpoJax:
             rollout = generate(
                 self.sampler, self.state.params, self.prompts, jax.random.fold_in(self.key, self.state.step),
                 group_size=work.group_size, max_new_tokens=work.max_new_tokens,
-                stop_ids=(self.spec.stop_id,) if work.ragged else (),
+                stop_ids=(self.spec.stop_id,) if work.ragged else (), compact=COMPACT if work.ragged else 0,
             )  # fmt: skip
             return jax.block_until_ready(rollout)
 

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from experiments.benchmark.workloads import Workload
+from experiments.benchmark.workloads import Workload, family
 
 MODULES = {"grpo_jax": "with_grpo_jax", "trl": "with_trl", "transformers": "with_transformers", "tunix": "with_tunix"}
 STAGES = ("sample", "reference", "train", "step")
@@ -91,7 +91,7 @@ def main() -> None:
     else:
         with np.load(spec.inputs) as file:
             inputs = dict(file)
-        module = importlib.import_module(f"experiments.benchmark.{MODULES[spec.contestant.removesuffix('_bf16')]}")
+        module = importlib.import_module(f"experiments.benchmark.{MODULES[family(spec.contestant)]}")
         result, arrays = measure(module.build(spec, inputs), spec, inputs)
         np.savez(path.with_suffix(".npz"), **arrays)
     Path(spec.result).write_text(json.dumps(result, indent=2) + "\n")

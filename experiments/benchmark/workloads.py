@@ -20,6 +20,8 @@ SHAPES: dict[str, dict[str, int | float]] = {
         "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 1000000.0,
     },
 }  # fmt: skip
+# What marks second rows: PyTorch in bfloat16, grpo_jax with products kept for the backward pass.
+SECOND_ROWS = ("_bf16", "_dots")
 RESERVED = 3  # ids below it (padding and the stop token among them) stand in no prompt
 
 
@@ -65,6 +67,13 @@ WORKLOADS = {
     "T3": Workload(2, 2, 8, 4, microbatches=2, peer_microbatches=2),
     "T4": Workload(2, 4, 8, 8, min_new_tokens=2, equal=0.5, beta=0.0, peer_microbatches=2),
 }
+
+
+def family(contestant: str) -> str:
+    """The contestant without what marks its second row."""
+    for suffix in SECOND_ROWS:
+        contestant = contestant.removesuffix(suffix)
+    return contestant
 
 
 def make_inputs(workload: Workload, vocab_size: int, stop_id: int, seed: int = 0) -> dict[str, np.ndarray]:

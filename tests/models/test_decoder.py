@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from conftest import TINY
 
+from grpo_jax import hlo
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.models.attention import attend, attend_causal
 from grpo_jax.models.decoder import rope_frequencies, widen
@@ -167,6 +168,23 @@ def test_remat_saves_memory(optimized):
         return jax.jit(jax.grad(loss)).lower(params).compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(decoder(config)) < 0.6 * temporaries(decoder(config, remat="none"))
+
+
+def test_each_remat_policy_computes_less_again_than_the_one_before(optimized):
+    """FLOPs of a gradient. "none" computes nothing twice, "dots" no product with a weight: its attention alone."""
+    config = dataclasses.replace(TINY, num_hidden_layers=2, intermediate_size=256)
+    params = jax.eval_shape(decoder(config).init, jax.random.key(0))
+
+    def flops(remat):
+        model = decoder(config, remat=remat)
+        loss = lambda p: jnp.square(model.prefill(p, tokens(64), jnp.ones(64, bool))[0]).mean()
+        return hlo.count(jax.jit(jax.grad(loss)).lower(params).compile().as_text()).flops
+
+    layer, attention, dots, none = map(flops, ("layer", "attention", "dots", "none"))
+    assert layer > attention > dots > none
+    H, d, D, F = config.num_attention_heads, config.head_dim, config.hidden_size, config.intermediate_size
+    assert attention - dots == 2 * 2 * 64 * D * (H * d + 2 * F)  # o, gate and up of two layers
+    assert dots - none == 2 * 2 * 2 * 64 * 64 * H * d  # scores and mixture of two layers
 
 
 def test_bfloat16_parameters_give_float32_logits():
