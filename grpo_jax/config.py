@@ -111,9 +111,7 @@ class TrainConfig:
     pack_tokens: Annotated[
         bool | None, by_model("pack_tokens", "Compute an update's real tokens alone, not the padding.")
     ] = None
-    skip_idle: Annotated[
-        bool | None, by_model("skip_idle", "Leave out groups that have no gradient, exactly (on one device).")
-    ] = None
+    skip_idle: Annotated[bool | None, by_model("skip_idle", "Leave out groups that have no gradient, exactly.")] = None
     compact: Annotated[
         int | None, by_model("compact", "How often sampling may halve its batch as completions stop.")
     ] = None

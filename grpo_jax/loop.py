@@ -136,11 +136,11 @@ def train(
     the state's parameters are then `{"policy": …, "critic": …}`, while `params` is the policy alone. `length_buckets`
     is the number of completion lengths the update is compiled for. `pack_tokens` computes a batch's real tokens and not
     the padding between them (`rollout.pack`; not with `group_microbatches`), `skip_idle` leaves out groups without a
-    gradient (`rollout.leave_out_idle`; on one device); both change no gradient and compile the update for a few more
-    shapes. `compact` is that of `sampler.generate`. With `stale` k, the policy before iteration i − k samples iteration
-    i: devices sample while the host decodes and scores, and the ratio to that policy corrects for its age (`age` counts
-    its updates; `saved.pending` holds what is sampled already). `devices` says where all of it runs; the numbers do not
-    depend on it. Of several processes each samples and scores its own prompts.
+    gradient (`rollout.leave_out_idle`); both change no gradient and compile the update for a few more shapes. `compact`
+    is that of `sampler.generate`. With `stale` k, the policy before iteration i − k samples iteration i: devices sample
+    while the host decodes and scores, and the ratio to that policy corrects for its age (`age` counts its updates;
+    `saved.pending` holds what is sampled already). `devices` says where all of it runs; the numbers do not depend on
+    it. Of several processes each samples and scores its own prompts.
 
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
     scoring and updating, and `completions`: prompt, completion, reward of each of this process, as rows.
@@ -158,8 +158,7 @@ def train(
         return devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
 
     step = _of_any_size(compiled, prompts_per_step, microbatches)
-    alone = devices.parts == 1 and jax.process_count() == 1
-    pack_rows, skip = pack_tokens and group_microbatches == 1, skip_idle and alone
+    pack_rows = pack_tokens and group_microbatches == 1
     draw = devices.per_prompt(
         partial(
             generate, model, group_size=group_size, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids,
@@ -204,8 +203,8 @@ def train(
         rewards = np.moveaxis(told.reward_PGN, -1, 1) if takes_several(objective) else told.reward_PG
         samples = fill(state.params, reference, rollout, drawn, told.at(held), age)
         batch = gather(rollout, devices.put("rows", rewards.astype(np.float32)), **samples)
-        if skip:
-            batch = leave_out_idle(objective, batch, _fewer(prompts_per_step, microbatches))
+        if skip_idle:
+            batch = leave_out_idle(objective, batch, _fewer(prompts_per_step, microbatches, devices.parts), devices)
         state, metrics = step(state, batch)
         metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if age == 0:
@@ -239,10 +238,11 @@ def _of_any_size(compiled: Callable, prompts: int, microbatches: int) -> Callabl
     return update
 
 
-def _fewer(prompts: int, microbatches: int) -> list[int]:
-    """The numbers of prompts an update is made with once idle groups are left out: whole micro-batches, or quarters."""
+def _fewer(prompts: int, microbatches: int, parts: int) -> list[int]:
+    """The numbers of prompts an update is made with once idle groups are left out: whole micro-batches, or quarters,
+    up to what is spread evenly over `parts` devices."""
     cuts = microbatches if microbatches > 1 else 4
-    return sorted({prompts * k // cuts for k in range(1, cuts)} - {0})
+    return sorted({-(-prompts * k // cuts // parts) * parts for k in range(1, cuts)} - {0, prompts})
 
 
 def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk, devices) -> Callable[..., dict]:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from grpo_jax.devices import SINGLE, Devices
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_advantages, batch_loss, diagnostics
 from grpo_jax.policy import Sampling, completion_scores
@@ -68,7 +69,10 @@ def trim(rollout: Rollout, buckets: int) -> Rollout:
     )
 
 
-def pack(rollout: Rollout, fractions: Sequence[float] = (0.5, 0.625, 0.75)) -> Rollout:
+FRACTIONS = (0.5, 0.625, 0.75)  # of a group's padded tokens, that an update is compiled for
+
+
+def pack(rollout: Rollout, fractions: Sequence[float] = FRACTIONS) -> Rollout:
     """Lists the trained tokens of each prompt, so that an update computes them and not the padding between them.
 
     The smallest of `fractions` of G·T that holds every prompt's tokens is taken; if none does, all are computed. Values
@@ -77,15 +81,19 @@ def pack(rollout: Rollout, fractions: Sequence[float] = (0.5, 0.625, 0.75)) -> R
     mask = np.asarray(rollout.mask_PGT)
     P, places = len(mask), mask[0].size
     flat = mask.reshape(P, places)
-    needed = int(flat.sum(1).max())
-    size = min((s for s in (math.ceil(places * f) for f in fractions) if s >= needed), default=places)
-    if size >= places:
+    size = _packed_size(places, flat.sum(1).max(), fractions)
+    if size is None:
         return rollout
     places_PN = np.full((P, size), places, np.int32)
     for row, own in zip(places_PN, flat, strict=True):
         found = np.flatnonzero(own)
         row[: len(found)] = found
     return rollout._replace(places_PN=places_PN)
+
+
+def _packed_size(places: int, needed: int, fractions: Sequence[float]) -> int | None:
+    sizes = [math.ceil(places * f) for f in fractions]
+    return min((s for s in sizes if needed <= s < places), default=None)
 
 
 @partial(jax.jit, static_argnames=("model", "sampling", "with_entropy", "chunk"))
@@ -145,7 +153,6 @@ def idle_is_inert(objective: Objective) -> bool:
     return not any(np.any(np.asarray(g) != 0) for g in gradients)
 
 
-@partial(jax.jit, static_argnames=("objective",))
 def _group_means(objective: Objective, samples_PG: Sample) -> dict[str, Mean]:
     """The loss and the diagnostics of every group at π_old."""
 
@@ -157,23 +164,44 @@ def _group_means(objective: Objective, samples_PG: Sample) -> dict[str, Mean]:
     return jax.vmap(one)(samples_PG)
 
 
-def leave_out_idle(objective: Objective, batch: Batch, sizes: Sequence[int]) -> Batch:
+def leave_out_idle(objective: Objective, batch: Batch, sizes: Sequence[int], devices: Devices = SINGLE) -> Batch:
     """The batch without groups whose advantages are all 0, where that changes no gradient (see `idle_is_inert`).
 
-    As many prompts stay as the smallest of `sizes` that holds all others; the weight that the left-out groups have in
-    the loss's normaliser stays, in `Batch.rest`, so that the gradient is that of the whole batch. Their diagnostics are
-    those at π_old. Returns the batch as it is where nothing can be left out.
+    As many prompts stay as the smallest of `sizes` that holds all others and is spread evenly over `devices`; the
+    weight that the left-out groups have in the loss's normaliser stays, in `Batch.rest`, so that the gradient is that
+    of the whole batch. Their diagnostics are those at π_old. A packed batch is packed anew. Returns the batch as it is
+    where nothing can be left out.
     """
-    adv = np.asarray(batch.samples.adv)
-    P = len(adv)
-    busy = (adv.reshape(P, -1) != 0).any(1)
-    size = min((s for s in sizes if s >= max(busy.sum(), 1)), default=P)
-    if size >= P or not idle_is_inert(objective):
+    count = devices.whole_batch(partial(_busy_and_tokens), ("rows", "rows"), ("whole", "whole"))
+    busy, tokens = map(np.asarray, count(batch.samples.adv, batch.samples.mask_T))
+    fits = [s for s in sizes if s >= max(busy.sum(), 1) and s % devices.parts == 0]
+    size = min(fits, default=len(busy))
+    if size >= len(busy) or not idle_is_inert(objective):
         return batch
     order = np.argsort(~busy, kind="stable")
     kept, left = np.sort(order[:size]), np.sort(order[size:])
-    rest = jax.tree.map(lambda x: np.asarray(x)[left].sum(), _group_means(objective, batch.samples))
-    return jax.tree.map(lambda x: x[kept], batch._replace(rest=None))._replace(rest=rest)
+    places = batch.rollout.places_PN
+    packed = None if places is None else _packed_size(batch.samples.mask_T[0].size, tokens[kept].max(), FRACTIONS)
+    program = devices.whole_batch(
+        partial(_part_and_rest, objective, packed), ("rows", "whole", "whole"), ("rows", "whole")
+    )
+    part, rest = program(batch, kept, left)
+    return part._replace(rest=rest)
+
+
+@jax.jit
+def _busy_and_tokens(adv: Array, mask_PGT: Array) -> tuple[Array, Array]:
+    """Of each prompt, whether any advantage is not 0, and the number of its completions' tokens."""
+    return (adv.reshape(len(adv), -1) != 0).any(1), mask_PGT.sum((1, 2))
+
+
+@partial(jax.jit, static_argnames=("objective", "packed"))
+def _part_and_rest(objective: Objective, packed: int | None, batch: Batch, kept: Array, left: Array):
+    rest = jax.tree.map(lambda x: x[left].sum(), _group_means(objective, batch.samples))
+    part = jax.tree.map(lambda x: x[kept], batch)
+    if packed is not None:  # the listed places stand before the padding
+        part = part._replace(rollout=part.rollout._replace(places_PN=part.rollout.places_PN[:, :packed]))
+    return part, rest
 
 
 def step_rewards(

@@ -30,7 +30,7 @@ from grpo_jax.models import DecoderConfig, decoder, from_nnx
 from grpo_jax.objectives import PRESETS, batch_loss, diagnostics, ema, reads
 from grpo_jax.parallel import make_mesh
 from grpo_jax.policy import Sampling
-from grpo_jax.rollout import assemble, score
+from grpo_jax.rollout import assemble, leave_out_idle, pack, score
 from grpo_jax.run import devices_of as devices_of_config
 from grpo_jax.sampler import generate
 from grpo_jax.tokenizer import ByteTokenizer
@@ -66,6 +66,7 @@ ROWS += [("decoder", "pmap 4", 2, "grpo"), ("decoder", "tensor 4", 1, "bnpo"), (
 SAMPLED = [("quick", n, "gather") for n in ("pmap 2", "data 4", "fsdp 8", "tensor 2")]
 SAMPLED += [("decoder", n, "gather") for n in ("pmap 8", "tensor 8", MIXED)]
 SAMPLED += [("quick", "fsdp 4", "split"), ("decoder", MIXED, "split")]
+IDLE = {"pmap 4": 12, "data 8": 16, MIXED: 12}  # prompts that stay of 32, 12 of which are needed
 WRONG = ("bnpo", "dapo")  # presets whose devices have unequal weights
 
 
@@ -120,6 +121,30 @@ def material(model=MODEL):
         "age": np.zeros((P, G), np.int32),
     }
     return rollout, reward, fields
+
+
+def idle(layout: str) -> dict:
+    """An update without the groups that have no spread, 20 of 32, against one of them all on one device."""
+    devices, objective = devices_of(layout, axes=QUICK.axes), objective_of("dapo")
+    rollout, reward, _ = material(QUICK)
+    rollout = pack(rollout, (0.9,))
+    reward = np.where(np.arange(P)[:, None] % 8 < 3, reward, 0.5).astype(np.float32)
+    found = {}
+    for name, where in (("part", devices), ("whole", SINGLE)):
+        rows = where.put_rows(rollout)
+        batch = where.whole_batch(partial(assemble, objective), ("rows", "rows"), "rows")(rows, where.put_rows(reward))
+        if name == "part":
+            batch = leave_out_idle(objective, batch, (12, 16, 24), where)
+        build = make_train_step(QUICK, objective, OPTIMIZER, sampling=SAMPLING, axis_name=where.axis_name, chunk=8)
+        step = where.per_prompt(build, ("state", "rows"), ("state", "whole"))
+        state, metrics = step(begin(parameters(QUICK), OPTIMIZER, 0, None, where).state, batch)
+        metrics = {key: metrics[key] for key in ("loss", "grad_norm")}
+        found[name] = jax.device_get((state.opt_state[0], metrics, state.params))
+        found[name + " prompts"] = batch.samples.adv.shape[0]
+    return {"layout": layout, "prompts": found["part prompts"], "of": found["whole prompts"]} | {
+        kind: far(*pair)
+        for kind, *pair in zip(("grads", "metrics", "params"), found["part"], found["whole"], strict=True)
+    }
 
 
 def objective_of(name: str):
@@ -374,7 +399,7 @@ RUNS = (("pmap 4", "ppo"), (MIXED, "ppo"), ("fsdp 4", "nnx"), ("pmap 2", "grpo")
 def main() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     tell = lambda kind, row: print(json.dumps({"kind": kind} | row), flush=True)
-    wanted = sys.argv[1:] or ["refused", "moved", "gathering", "runs", "sampler", "wrong", "presets", "update"]
+    wanted = sys.argv[1:] or ["refused", "moved", "gathering", "runs", "sampler", "wrong", "presets", "idle", "update"]
     if "refused" in wanted:
         tell("refused", refused())
     if "moved" in wanted:
@@ -393,6 +418,9 @@ def main() -> None:
     if "presets" in wanted:
         for row in presets(MIXED):
             tell("presets", row)
+    if "idle" in wanted:
+        for layout in IDLE:
+            tell("idle", idle(layout))
     if "update" in wanted:
         for model, layout, microbatches, name in ROWS:
             tell("update", {"model": model} | compare(layout, name, microbatches, MODELS[model]))

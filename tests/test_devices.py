@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from device_table import LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, ROWS, RUNS, SAMPLED, WRONG
+from device_table import IDLE, LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, ROWS, RUNS, SAMPLED, WRONG
 
 from grpo_jax.objectives import PRESETS
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 def table():
     """The rows, by kind."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(HERE)}
-    halves = ["update", "refused"], ["moved", "gathering", "runs", "sampler", "wrong", "presets"]
+    halves = ["update", "refused"], ["moved", "gathering", "runs", "sampler", "wrong", "presets", "idle"]
     programs = [
         subprocess.Popen(
             [sys.executable, HERE / "device_table.py", *kinds], env=environment, cwd=HERE.parent,
@@ -83,6 +83,14 @@ def test_a_mean_of_means_fails_the_comparison(table, name):
     assert min(row["grads"], row["momentum"]) > 1000 * CLOSE
     with pytest.raises(AssertionError):
         check(row)
+
+
+@pytest.mark.parametrize("layout", IDLE)
+def test_idle_groups_are_left_out_over_devices(table, layout):
+    """As many prompts stay as have a gradient, rounded up to whole devices; the update is that of all of them."""
+    (row,) = (row for row in table["idle"] if row["layout"] == layout)
+    assert (row["prompts"], row["of"]) == (IDLE[layout], 32)
+    assert max(row["grads"], row["params"], row["metrics"]) <= CLOSE
 
 
 @pytest.mark.parametrize(("model", "layout", "decode"), SAMPLED)

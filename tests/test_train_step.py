@@ -372,6 +372,9 @@ def test_idle_groups_are_left_out_exactly(tiny_model, tiny_params, batch, name):
     chex.assert_trees_all_close(got.params, expected.params, atol=1e-6, rtol=1e-6)
     for metric in ("loss", "grad_norm", "zero_advantage"):
         np.testing.assert_allclose(less_metrics[metric], metrics[metric], rtol=1e-5, atol=1e-7)
+    packed = leave_out_idle(objective, data._replace(rollout=pack(data.rollout, (0.9,))), (1, 2, 3))
+    assert packed.rollout.places_PN.shape == (2, 18)  # 17 tokens of 24, packed before for 19
+    chex.assert_trees_all_close(step(state, packed)[0].params, expected.params, atol=1e-6, rtol=1e-6)
     assert leave_out_idle(objective, data, (3,)).rollout.tokens_PGT.shape[0] == 3
     assert leave_out_idle(objective, data, (1,)) is data
 
