@@ -29,7 +29,7 @@ FITTING = {
     "7b-v5e-64": PlanConfig("v5e-64", "qwen2.5-7b", mesh="fsdp=16,tensor=4"),
     "7b-v5p-64": PlanConfig("v5p-64", "qwen2.5-7b"),
     "32b-v5e-16": PlanConfig("v5e-16", "qwen2.5-32b", mesh="fsdp=2,tensor=8", dtype="bfloat16"),
-    "32b-v5e-64": PlanConfig("v5e-64", "qwen2.5-32b", mesh="fsdp=8,tensor=8", dtype="bfloat16"),
+    "32b-v5e-64": PlanConfig("v5e-64", "qwen2.5-32b", mesh="fsdp=8,tensor=8", dtype="bfloat16", decode_weights="split"),
     "32b-v5p-64": PlanConfig("v5p-64", "qwen2.5-32b", mesh="fsdp=8,tensor=4"),
 }
 # One prompt a chip, parameters over all chips: the train step alone.
