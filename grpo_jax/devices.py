@@ -86,7 +86,7 @@ def _single() -> Devices:
         name="one device",
         parts=1,
         axis_name=None,
-        put=lambda kind, tree: tree,
+        put=lambda kind, tree: jax.tree.map(_commit, tree),
         held=np.arange,
         own=np.arange,
         put_rows=same,
@@ -243,6 +243,11 @@ def _pmapped(count: int) -> Devices:
 
 def _same(tree: Any) -> Any:
     return tree
+
+
+def _commit(x: Any) -> jax.Array:
+    """On the default device, unless it is bound to one already: bound and unbound arrays make two compiled programs."""
+    return x if getattr(x, "committed", False) else jax.device_put(x, next(iter(jnp.empty(0).devices())))
 
 
 def _identity(function: Callable) -> Any:
