@@ -115,6 +115,8 @@ class TrainConfig:
     compact: Annotated[
         int | None, by_model("compact", "How often sampling may halve its batch as completions stop.")
     ] = None
+    seats: int | None = None
+    """Completions of a prompt that are sampled at once; the others wait for the seat of one that ends; None: all."""
     stale: int = 0
     """Iterations that sampling runs ahead, while the host scores: data that old, corrected by the ratio; 0: none."""
     remat: Annotated[
@@ -221,6 +223,7 @@ class TrainConfig:
             "keep",
             "ref_every",
             "length_buckets",
+            "seats",
         ):
             at_least(field, getattr(self, field), 1)
         for field in (
@@ -245,6 +248,8 @@ class TrainConfig:
             size, count = getattr(self, whole), getattr(self, parts)
             if size is not None and count is not None and size % count:
                 raise ValueError(f"{flag(parts)} ({count}) must divide {flag(whole)} ({size})")
+        if self.seats is not None and self.group_size is not None and self.seats > self.group_size:
+            raise ValueError(f"--seats ({self.seats}) must be at most --group-size ({self.group_size})")
         self._check_devices()
 
     def _check_devices(self) -> None:

@@ -112,6 +112,7 @@ def train(
     pack_tokens: bool = False,
     skip_idle: bool = False,
     compact: int = 0,
+    seats: int | None = None,
     stale: int = 0,
     reward_weights: Sequence[float] | None = None,
     on_error: str = "raise",
@@ -137,10 +138,10 @@ def train(
     is the number of completion lengths the update is compiled for. `pack_tokens` computes a batch's real tokens and not
     the padding between them (`rollout.pack`; not with `group_microbatches`), `skip_idle` leaves out groups without a
     gradient (`rollout.leave_out_idle`); both change no gradient and compile the update for a few more shapes. `compact`
-    is that of `sampler.generate`. With `stale` k, the policy before iteration i − k samples iteration i: devices sample
-    while the host decodes and scores, and the ratio to that policy corrects for its age (`age` counts its updates;
-    `saved.pending` holds what is sampled already). `devices` says where all of it runs; the numbers do not depend on
-    it. Of several processes each samples and scores its own prompts.
+    and `seats` are those of `sampler.generate`. With `stale` k, the policy before iteration i − k samples iteration i:
+    devices sample while the host decodes and scores, and the ratio to that policy corrects for its age (`age` counts
+    its updates; `saved.pending` holds what is sampled already). `devices` says where all of it runs; the numbers do not
+    depend on it. Of several processes each samples and scores its own prompts.
 
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
     scoring and updating, and `completions`: prompt, completion, reward of each of this process, as rows.
@@ -162,7 +163,7 @@ def train(
     draw = devices.per_prompt(
         partial(
             generate, model, group_size=group_size, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids,
-            pad_id=tokenizer.pad_id, compact=compact, **sampling._asdict(),
+            pad_id=tokenizer.pad_id, compact=compact, seats=seats, **sampling._asdict(),
         ), ("decode", "prompts", "whole", "first"), "rows",
     )  # fmt: skip
     gather = devices.whole_batch(partial(assemble, objective), ("rows", "rows"), "rows")

@@ -275,7 +275,8 @@ def _iterate(config, parts: Parts, begun: Start, checkpoints, folder, screen: re
         max_new_tokens=config.max_new_tokens, sampling=config.sampling, seed=config.seed, epochs=config.epochs,
         microbatches=config.microbatches, group_microbatches=config.group_microbatches, old_logp=config.old_logp,
         critic=parts.critic, length_buckets=config.length_buckets, on_error=config.on_error,
-        pack_tokens=config.pack_tokens, skip_idle=config.skip_idle, compact=config.compact, stale=config.stale,
+        pack_tokens=config.pack_tokens, skip_idle=config.skip_idle, compact=config.compact, seats=config.seats,
+        stale=config.stale,
         reference=begun.reference, update_reference=parts.update_reference, saved=begun.saved,
         prompt_length=parts.prompt_length, devices=parts.devices,
     )  # fmt: skip

@@ -58,6 +58,7 @@ def generate(
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
     compact: int = 0,
+    seats: int | None = None,
 ) -> Rollout:
     """`group_size` completions of each prompt, at most `max_new_tokens` long.
 
@@ -69,9 +70,13 @@ def generate(
     `compact` is how often the number of completions that are computed may be halved: once no prompt has more than half
     of them going, the stopped ones are left out. It changes no token, and compiles the decoder once more each time.
 
+    `seats` is how many completions of a prompt are computed at once, None for all of them: the others wait, and take
+    the seat of one that has ended (continuous batching). It changes no token either; the cache holds `seats` and not
+    `group_size` completions of a prompt, and a long completion keeps fewer stopped ones in the batch.
+
     Compiled by itself, or as a part of what the caller compiles.
     """
-    options = _checked(group_size, max_new_tokens, temperature, top_k, top_p, min_p, stop_ids, pad_id, compact)
+    options = _checked(group_size, max_new_tokens, temperature, top_k, top_p, min_p, stop_ids, pad_id, compact, seats)
     inputs = (params, prompts, key, first_prompt)
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(inputs))
     return (_generate if traced else _compiled())(model, *inputs, **options)
@@ -87,11 +92,15 @@ def lower(model: LanguageModel, params: Params, prompts: Prompts, key: Array, fi
 generate.lower = lower
 
 
-def _checked(group_size, max_new_tokens, temperature, top_k, top_p, min_p, stop_ids, pad_id, compact) -> dict[str, Any]:
+def _checked(
+    group_size, max_new_tokens, temperature, top_k, top_p, min_p, stop_ids, pad_id, compact, seats
+) -> dict[str, Any]:
     if group_size < 1 or max_new_tokens < 1:
         raise ValueError(f"group_size and max_new_tokens must be at least 1, got {group_size} and {max_new_tokens}")
     if not (isinstance(compact, int) and compact >= 0):
         raise ValueError(f"compact must be an integer of at least 0, got {compact!r}")
+    if seats is not None and not (isinstance(seats, int) and 1 <= seats <= group_size):
+        raise ValueError(f"seats must be None or an integer from 1 to group_size ({group_size}), got {seats!r}")
     sampling = Sampling(temperature, top_k, top_p, min_p).checked()
     return {
         "group_size": group_size,
@@ -100,12 +109,13 @@ def _checked(group_size, max_new_tokens, temperature, top_k, top_p, min_p, stop_
         "stop_ids": tuple(stop_ids),
         "pad_id": pad_id,
         "compact": compact,
+        "seats": seats or group_size,
     }
 
 
 @cache
 def _compiled() -> Callable:
-    static = ("model", "group_size", "max_new_tokens", "sampling", "stop_ids", "pad_id", "compact")
+    static = ("model", "group_size", "max_new_tokens", "sampling", "stop_ids", "pad_id", "compact", "seats")
     return jax.jit(_generate, static_argnames=static, compiler_options=_few_rows())
 
 
@@ -127,6 +137,7 @@ def _few_rows() -> dict[str, str]:
 def _generate(
     model: LanguageModel, params: Params, prompts: Prompts, key: Array, first_prompt: Array | int, *,
     group_size: int, max_new_tokens: int, sampling: Sampling, stop_ids: tuple[int, ...], pad_id: int, compact: int,
+    seats: int,
 ) -> Rollout:  # fmt: skip
     chex.assert_rank([prompts.tokens_PS, prompts.mask_PS], 2)
     stop = jnp.asarray(stop_ids, jnp.int32)
@@ -137,24 +148,26 @@ def _generate(
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
     keys_PG = jax.vmap(fold, in_axes=(0, None))(fold(key, first_prompt + jnp.arange(P)), jnp.arange(group_size))
 
-    def choose(hidden_PgD, index, seat_Pg):
+    def choose(hidden_PgD, index_Pg, seat_Pg):
         """Token number `index` of the samples in the seats, with its log-probability."""
         logits = kept_logits(model.decode_logits(weights, hidden_PgD), sampling)
         if sampling.temperature == 0:
             token = jnp.argmax(logits, -1).astype(jnp.int32)
         else:
-            noise = lambda k, x: draw(jax.random.fold_in(k, index), x)
-            token = jax.vmap(jax.vmap(noise))(take(keys_PG, seat_Pg), logits)
+            noise = lambda k, index, x: draw(jax.random.fold_in(k, index), x)
+            token = jax.vmap(jax.vmap(noise))(take(keys_PG, seat_Pg), index_Pg, logits)
         return token, token_logp(logits, token)
 
-    def write(state, token, logp, index, seat_Pg):
+    def write(state, token, logp, index_Pg, seat_Pg):
         tokens, logps, length, done = state
-        ended = take(done, seat_Pg)
+        stopped = take(done, seat_Pg)
+        ended = stopped | (index_Pg >= T)
         token = jnp.where(ended, pad_id, token)
-        at = jax.vmap(lambda buffer_GT, seat, x: buffer_GT.at[seat, index].set(x))
-        tokens, logps = at(tokens, seat_Pg, token), at(logps, seat_Pg, jnp.where(ended, 0.0, logp))
+        at = jax.vmap(lambda buffer_GT, seat, index, x: buffer_GT.at[seat, index].set(x, mode="drop"))
+        tokens, logps = at(tokens, seat_Pg, index_Pg, token), at(logps, seat_Pg, index_Pg, jnp.where(ended, 0.0, logp))
         length = jax.vmap(lambda own, seat, more: own.at[seat].add(more))(length, seat_Pg, ~ended)
-        done = jax.vmap(lambda own, seat, now: own.at[seat].set(now))(done, seat_Pg, ended | jnp.isin(token, stop))
+        stopped |= ~ended & jnp.isin(token, stop)
+        done = jax.vmap(lambda own, seat, now: own.at[seat].set(now))(done, seat_Pg, stopped)
         return tokens, logps, length, done
 
     shape = (P, group_size)
@@ -166,30 +179,49 @@ def _generate(
     )
     hidden = jnp.broadcast_to(hidden_PSD[:, -1:, :], (*shape, hidden_PSD.shape[-1]))
     seat_PG = jnp.broadcast_to(jnp.arange(group_size), shape)
-    state = write(empty, *choose(hidden, 0, seat_PG), 0, seat_PG)
-    own = jax.tree.map(lambda a: jnp.broadcast_to(a, (*shape, *a.shape)), model.empty(T))
-    step = jax.vmap(jax.vmap(model.decode, in_axes=(None, None, 0, None, 0)), in_axes=(None, 0, 0, None, 0))
+    zero_PG = jnp.zeros(shape, jnp.int32)
+    # Every sample's first token is drawn here, so that a sample that takes a seat later only needs its last token.
+    state = write(empty, *choose(hidden, zero_PG, seat_PG), zero_PG, seat_PG)
+    own = jax.tree.map(lambda a: jnp.broadcast_to(a, (P, seats, *a.shape)), model.empty(T))
+    refill = seats < group_size  # then each seat is at a token of its own; else all are at the same
+    each = 0 if refill else None
+    step = jax.vmap(jax.vmap(model.decode, in_axes=(None, None, 0, each, 0)), in_axes=(None, 0, 0, each, 0))
+
+    def ended(state, index, seat_Pg):
+        return take(state[3], seat_Pg) | (index >= T)
 
     def body(carry):
-        index, state, own, seat_Pg = carry
-        last = take(state[0][..., index - 1], seat_Pg)
+        index, state, own, seat_Pg, next_P = carry
+        index_Pg = jnp.broadcast_to(index, seat_Pg.shape)
+        last = jax.vmap(lambda tokens_GT, seat, at: tokens_GT[seat, at - 1])(state[0], seat_Pg, index_Pg)
         hidden, own = step(weights, cache, own, index - 1, last)
-        return index + 1, write(state, *choose(hidden, index, seat_Pg), index, seat_Pg), own, seat_Pg
+        state, index = write(state, *choose(hidden, index_Pg, seat_Pg), index_Pg, seat_Pg), index + 1
+        if refill:
+            free = ended(state, index, seat_Pg)
+            waiting = next_P[:, None] + jnp.cumsum(free, axis=1) - 1
+            free &= waiting < group_size
+            seat_Pg, index = jnp.where(free, waiting, seat_Pg), jnp.where(free, 1, index)
+            next_P += free.sum(1)
+        return index, state, own, seat_Pg, next_P
 
     # The samples of a prompt that go on sit in fewer and fewer seats, of a few fixed numbers.
-    seats = [group_size]
-    while len(seats) <= compact and seats[-1] > 1:
-        seats.append(-(-seats[-1] // 2))
-    carry = (1, state, own, seat_PG)
-    for fewer in (*seats[1:], 0):
+    sizes = [seats]
+    while len(sizes) <= compact and sizes[-1] > 1:
+        sizes.append(-(-sizes[-1] // 2))
+    first = jnp.ones((P, seats), jnp.int32) if refill else 1
+    carry = (first, state, own, seat_PG[:, :seats], jnp.full(P, seats))
+    for fewer in (*sizes[1:], 0):
 
         def going(carry, fewer=fewer):
-            return (carry[0] < T) & (jnp.max(jnp.sum(~carry[1][3], axis=1)) > fewer)
+            index, state, _, seat_Pg, next_P = carry
+            busy_P = jnp.sum(~ended(state, index, seat_Pg), axis=1) + (next_P < group_size) * seats
+            return jnp.max(busy_P) > fewer
 
-        index, state, own, seat_Pg = jax.lax.while_loop(going, body, carry)
-        order = jnp.argsort(take(state[3], seat_Pg), axis=1, stable=True)[:, :fewer]
-        carry = (index, state, jax.tree.map(lambda a, order=order: take(a, order), own), take(seat_Pg, order))
-    _, (tokens, logp, length, done), _, _ = carry
+        index, state, own, seat_Pg, next_P = jax.lax.while_loop(going, body, carry)
+        order = jnp.argsort(ended(state, index, seat_Pg), axis=1, stable=True)[:, :fewer]
+        kept = lambda a, order=order: take(a, order)
+        carry = (kept(index) if refill else index, state, jax.tree.map(kept, own), kept(seat_Pg), next_P)
+    _, (tokens, logp, length, done), *_ = carry
     mask = jnp.arange(T) < length[..., None]
     return Rollout(prompts, tokens, mask, logp, done)
 

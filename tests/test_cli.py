@@ -92,6 +92,7 @@ GIVEN = {
     "pack_tokens": ("True", True),
     "skip_idle": ("True", True),
     "compact": ("3", 3),
+    "seats": ("2", 2),
     "stale": ("2", 2),
     "remat": ("dots", "dots"),
     "mesh": ("data=2,fsdp=4", "data=2,fsdp=4"),

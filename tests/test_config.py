@@ -50,6 +50,7 @@ WRONG = {
     "old_logp": ["samplr"],
     "on_error": ["rais"],
     "compact": [-1],
+    "seats": [0],
     "stale": [-1],
     "remat": ["layr"],
     "mesh": ["", "data", "dta=2", "data=0", "data=2,data=2", "data=2;fsdp=2"],
@@ -101,6 +102,7 @@ def test_what_is_far_from_any_name_gets_all_of_them():
     [
         ({"prompts": 8, "microbatches": 3}, r"--microbatches \(3\) must divide --prompts \(8\)"),
         ({"group_size": 8, "group_microbatches": 3}, r"--group-microbatches \(3\) must divide --group-size \(8\)"),
+        ({"group_size": 8, "seats": 9}, r"--seats \(9\) must be at most --group-size \(8\)"),
         ({"ref_every": 2, "ref_ema": 0.9}, "--ref-every and --ref-ema are two ways"),
         ({"mesh": "data=2", "pmap": 2}, "--mesh and --pmap are two ways"),
         ({"mesh": "data=2,fsdp=4,tensor=3", "prompts": 12}, r"--prompts \(12\) must be a multiple of 8 × 1"),

@@ -592,7 +592,7 @@ def test_computing_less_changes_cost_only(started):
         *_, (plain, metrics) = kept(started(**options))
         assert set(seen) == {(P, False)}
         seen.clear()
-        *_, (less, less_metrics) = kept(started(pack_tokens=True, skip_idle=True, compact=1, **options))
+        *_, (less, less_metrics) = kept(started(pack_tokens=True, skip_idle=True, compact=1, seats=2, **options))
     assert {packed for _, packed in seen} >= {True}
     assert {size for size, _ in seen} & {1, 2}
     chex.assert_trees_all_close(less.state, plain.state, atol=1e-6, rtol=1e-5)
@@ -600,6 +600,8 @@ def test_computing_less_changes_cost_only(started):
         np.testing.assert_allclose(less_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
 
 
-def test_how_often_sampling_is_halved_is_checked(started):
+def test_how_sampling_shrinks_is_checked(started):
     with pytest.raises(ValueError, match="compact must be an integer of at least 0"):
         next(started(compact=-1))
+    with pytest.raises(ValueError, match="seats must be None or an integer from 1 to group_size"):
+        next(started(seats=0))

@@ -17,18 +17,39 @@ def sample(model, params, prompts, key=KEY, group_size=4, max_new_tokens=10, **o
     return generate(model, params, prompts, key, group_size=group_size, max_new_tokens=max_new_tokens, **options)
 
 
-def test_compaction_changes_cost_only(tiny_model, tiny_params, prompts):
-    """Every completion at its own place, with its own noise, whichever seat it was computed in."""
-    options = {"group_size": 8, "max_new_tokens": 12, "stop_ids": tuple(range(0, 60, 3))}
-    whole = sample(tiny_model, tiny_params, prompts, **options)
+@pytest.mark.parametrize("options", [{"compact": 3}, {"seats": 1}, {"seats": 3}, {"seats": 5, "compact": 2}], ids=str)
+def test_compaction_and_seats_change_cost_only(tiny_model, tiny_params, prompts, options):
+    """Every completion at its own place, with its own noise, whichever seat it was computed in, and when."""
+    shared = {"group_size": 8, "max_new_tokens": 12, "stop_ids": tuple(range(0, 60, 3))}
+    whole = sample(tiny_model, tiny_params, prompts, **shared)
     assert len(np.unique(whole.mask_PGT.sum(-1))) > 3
-    compact = sample(tiny_model, tiny_params, prompts, compact=3, **options)
+    other = sample(tiny_model, tiny_params, prompts, **options, **shared)
     for field in ("tokens_PGT", "mask_PGT", "stopped_PG"):
-        np.testing.assert_array_equal(getattr(compact, field), getattr(whole, field))
-    np.testing.assert_allclose(compact.logp_PGT, whole.logp_PGT, atol=1e-5)
+        np.testing.assert_array_equal(getattr(other, field), getattr(whole, field))
+    np.testing.assert_allclose(other.logp_PGT, whole.logp_PGT, atol=1e-5)
 
 
-def test_compaction_decodes_fewer_sequences():
+def test_seats_hold_the_cache_of_as_many_completions(tiny_model, tiny_params, prompts, optimized):
+    def temporaries(**options):
+        program = generate.lower(tiny_model, tiny_params, prompts, KEY, group_size=32, max_new_tokens=256, **options)
+        return program.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(seats=4) < 0.25 * temporaries()
+
+
+def steps_with_seats(lengths: list[int], seats: int) -> int:
+    """Token steps until all completions of a prompt are there, each of which gets its first token without a step."""
+    waiting, sitting, steps = lengths[seats:], lengths[:seats], 0
+    sitting = [length - 1 for length in sitting]
+    while waiting or any(left > 0 for left in sitting):
+        steps, sitting = steps + 1, [left - 1 for left in sitting]
+        for i, left in enumerate(sitting):
+            if left <= 0 and waiting:
+                sitting[i] = waiting.pop(0) - 1
+    return steps
+
+
+def test_compaction_and_seats_decode_fewer_sequences():
     """A model that counts: the sequences decoded, from a group in which one completion goes on to the end."""
     decoded = []
 
@@ -56,6 +77,12 @@ def test_compaction_decodes_fewer_sequences():
         counts[compact], going = len(decoded), int((~out.stopped_PG).sum())
     assert 0 < going <= 8
     assert counts == {0: 16 * 9, 3: next(seats for seats in (2, 4, 8) if seats >= going) * 9}
+    for seats in (1, 3, 15):
+        decoded.clear()
+        out = sample(model, params, prompts, group_size=16, max_new_tokens=10, stop_ids=(0,), seats=seats)
+        jax.effects_barrier()
+        lengths = [int(n) for n in out.mask_PGT[0].sum(-1)]
+        assert len(decoded) == seats * steps_with_seats(lengths, seats)
 
 
 def test_inside_a_compiled_function_and_by_itself_are_the_same(tiny_model, tiny_params, prompts):
