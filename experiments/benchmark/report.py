@@ -15,18 +15,23 @@ FIELDS = ("step_s", "sample_s", "reference_s", "train_s", "compile_s", "temp_byt
 STAGES = ("sample", "reference", "train", "step")
 NAMED_PEERS = ("trl", "tunix")  # ratios are against the faster of these, and against the PyTorch loop
 COLUMNS = (
-    "contestant", "sample s", "reference s", "train s", "step s", "tokens/s", "train / matrix rate",
+    "contestant", "sample s", "reference s", "train s", "step s", "between", "tokens/s", "train / matrix rate",
     "decode / bound", "compile s", "peak GB", "temporaries GB",
 )  # fmt: skip
 
 
-def combine(rounds: Iterable[dict]) -> dict[str, Any] | None:
-    """Medians and extremes over all steps of all rounds; None where a contestant has not finished one."""
+def combine(rounds: Iterable[dict], parts: tuple[str, ...]) -> dict[str, Any] | None:
+    """Medians and extremes over all steps of all rounds; None where a contestant has not finished one.
+
+    `between` is the share of a step in which none of its `parts` runs: the host's work between calls to the device.
+    """
     rounds = [r for r in rounds if "failed" not in r]
     if not rounds:
         return None
     seconds = {stage: [s for r in rounds for s in r["stages"][stage]] for stage in STAGES}
+    laps = zip(seconds["step"], *(seconds[part] for part in parts), strict=True)
     return {
+        "between": statistics.median(1 - sum(used) / whole for whole, *used in laps),
         **{f"{stage}_s": statistics.median(values) for stage, values in seconds.items()},
         "spread": {stage: (min(values), max(values)) for stage, values in seconds.items()},
         "compile_s": statistics.median(r["compile_s"] for r in rounds),
@@ -94,6 +99,7 @@ def table_rows(rows: dict[str, dict], work: dict[str, float], rates: dict[str, f
             name,
             *(f"{row[f'{stage}_s']:.3g}" for stage in STAGES[:3]),
             f"{row['step_s']:.3g} ({low:.3g} to {high:.3g})",
+            f"{max(row['between'], 0):.1%}",
             f"{work['tokens'] / row['step_s']:.0f}",
             *(f"{share[k]:.0%}" if k in share else "–" for k in ("train", "decode")),
             f"{row['compile_s']:.3g}",
@@ -127,8 +133,9 @@ class Report:
     def __init__(self, results: dict, machine: dict, config: dict, inputs: dict, notes: list[str], dtype: str):
         self.machine, self.notes, self.width = machine, notes, 4 if dtype == "float32" else 2
         self.rows = {
-            workload: {name: row for name, found in contestants.items() if (row := combine(found)) is not None}
+            workload: {name: row for name, found in contestants.items() if (row := combine(found, parts)) is not None}
             for workload, contestants in results.items()
+            for parts in [_parts_of_step(WORKLOADS[workload])]
         }
         self.work = {name: necessary_work(WORKLOADS[name], config, inputs[name]) for name in self.rows}
 
