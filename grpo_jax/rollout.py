@@ -172,11 +172,13 @@ def leave_out_idle(objective: Objective, batch: Batch, sizes: Sequence[int], dev
     of the whole batch. Their diagnostics are those at π_old. A packed batch is packed anew. Returns the batch as it is
     where nothing can be left out.
     """
+    if not idle_is_inert(objective):
+        return batch
     count = devices.whole_batch(partial(_busy_and_tokens), ("rows", "rows"), ("whole", "whole"))
     busy, tokens = map(np.asarray, count(batch.samples.adv, batch.samples.mask_T))
     fits = [s for s in sizes if s >= max(busy.sum(), 1) and s % devices.parts == 0]
     size = min(fits, default=len(busy))
-    if size >= len(busy) or not idle_is_inert(objective):
+    if size >= len(busy):
         return batch
     order = np.argsort(~busy, kind="stable")
     kept, left = np.sort(order[:size]), np.sort(order[size:])
