@@ -2,6 +2,7 @@
 
 import json
 import statistics
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -190,7 +191,8 @@ class Report:
             for place, (name, end) in enumerate(zip(names, left, strict=True)):
                 seconds.text(end, place, f" {rows[name]['step_s']:.3g} s", va="center", fontsize=8)
             seconds.margins(x=0.15)
-            seconds.set_title(f"{workload}: {WORKLOADS[workload].title}", fontsize=8, loc="left")
+            title = textwrap.fill(f"{workload}: {WORKLOADS[workload].title}", 76)  # as wide as the panel
+            seconds.set_title(title, fontsize=8, loc="left")
             memory.barh(names, [rows[name]["peak_rss_bytes"] / 1e9 for name in names], color="#54a24b")
             memory.set_yticklabels([])
             memory.set_title("peak resident memory, GB", fontsize=8, loc="left")

@@ -52,7 +52,8 @@ class Workload:
     def title(self) -> str:
         """One line that says what it is."""
         T = self.max_new_tokens if not self.ragged else f"{self.min_new_tokens} to {self.max_new_tokens}"
-        title = f"{self.prompts} prompts × G {self.group_size}, S {self.prompt_length}, T {T}, β {self.beta:g}"
+        prompts = f"{self.prompts} prompt" + ("s" if self.prompts > 1 else "")
+        title = f"{prompts} × G {self.group_size}, S {self.prompt_length}, T {T}, β {self.beta:g}"
         cuts = max(self.microbatches, self.peer_microbatches)
         title += f", {cuts} micro-batches" + (" (peers)" if self.microbatches == 1 else "") if cuts > 1 else ""
         return title + (f", {self.equal:.0%} of the groups without spread" if self.equal else "")
