@@ -4,9 +4,9 @@
 G, S, T, V and L grow one at a time, and prints a table in Markdown. FLOPs are XLA's own count of the unrolled form,
 temporaries those of the form that runs (layers scanned and rematerialised). The formula, p parameters a layer:
 
-    FLOPs = 6 p L (S + G·T) + 12 L H d (S (S + b)/2 + G·T (S + T)) + 6 D V G·T
+    FLOPs = 6 p L (S + G·T) + 12 L H d (S (S + b)/2 + G·T (S + (T + c)/2)) + 6 D V G·T
 
-products with weights, forward and backward; scores and values, those of the prompt in blocks of b = min(S, 256); the
+products with weights, forward and backward; scores and values, in blocks of b = min(S, 256) and c = min(T, 256); the
 vocabulary. As it runs, a quarter to a third of this is computed twice to save memory. A trainer that repeats the prompt
 for each completion pays G (S + T) where this pays S + G·T.
 """
@@ -36,7 +36,7 @@ GROWN = {
     "L": (2, 4, 8),
 }
 CHUNK = 256
-BLOCK = 256  # of the causal attention of a prompt
+BLOCK = 256  # of causal attention
 
 
 class Cost(NamedTuple):
@@ -66,7 +66,7 @@ def formula(G: int, S: int, T: int, V: int, L: int, prompts: int = 1) -> float:
     D, F, heads = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
     layer = D * heads * 2 + 2 * D * c.num_key_value_heads * c.head_dim + 3 * D * F
     tokens = prompts * S + G * T
-    attention = prompts * S * (S + min(S, BLOCK)) / 2 + G * T * (S + T)
+    attention = prompts * S * (S + min(S, BLOCK)) / 2 + G * T * (S + (T + min(T, BLOCK)) / 2)
     return 6 * layer * L * tokens + 12 * L * heads * attention + 6 * D * V * G * T
 
 

@@ -80,16 +80,20 @@ def attend(q_KGThd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
     return (out / total).astype(q_KGThd.dtype)
 
 
-def attend_causal(q_KShd: Array, k_KSd: Array, v_KSd: Array, mask_S: Array, *, block: int = 256) -> Array:
-    """Causal attention of a sequence to itself. A block of queries sees the keys up to its own end: those behind it,
-    which the mask would remove, are not computed. Returns [K, S, h, d]."""
-    S, outs = q_KShd.shape[1], []
-    causal_SS = jnp.tril(jnp.ones((S, S), bool)) & mask_S[None, :]
-    for start in range(0, S, block):
-        end = min(start + block, S)
-        part = k_KSd[:, :end], v_KSd[:, :end], causal_SS[start:end, :end]
-        outs.append(attend(q_KShd[:, None, start:end], [part])[:, 0])
-    return jnp.concatenate(outs, 1) if len(outs) > 1 else outs[0]
+def attend_causal(
+    q_KGThd: Array, k_KGTd: Array, v_KGTd: Array, mask_T: Array, before: tuple = (), *, block: int = 256
+) -> Array:
+    """Causal attention of G sequences, each to itself and to the `before`, parts of `attend`: `[K, G, T, h, d]`.
+
+    A block of queries sees the keys up to its own end: those behind it, which the mask would remove, are not computed.
+    """
+    T, outs = q_KGThd.shape[2], []
+    causal_TT = jnp.tril(jnp.ones((T, T), bool)) & mask_T
+    for start in range(0, T, block):
+        end = min(start + block, T)
+        own = k_KGTd[:, :, :end], v_KGTd[:, :, :end], causal_TT[start:end, :end]
+        outs.append(attend(q_KGThd[:, :, start:end], [*before, own]))
+    return jnp.concatenate(outs, 2) if len(outs) > 1 else outs[0]
 
 
 def attend_one(q_Khd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from grpo_jax.models.attention import attend, attend_causal, attend_one, einsum32, take_rows
+from grpo_jax.models.attention import attend_causal, attend_one, einsum32, take_rows
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.types import Array, Params
 
@@ -261,7 +261,7 @@ def decoder(
         turn = turns(jnp.cumsum(mask_S) - 1, frequencies())
 
         def body(x, layer, _):
-            attention = lambda q, k, v: (attend_causal(q, k, v, mask_S), (k, v))
+            attention = lambda q, k, v: (attend_causal(q[:, None], k[:, None], v[:, None], mask_S)[:, 0], (k, v))
             return block.apply({"params": layer}, x, turn, attention)
 
         x, (k, v) = run_layers(params["layers"], embed(params, tokens_S), body, None)
@@ -271,11 +271,11 @@ def decoder(
         chex.assert_rank(tokens_T, 1)
         T = tokens_T.shape[0]
         turn = turns(cache.mask_S.sum() + jnp.arange(T), frequencies())
-        causal_TT = jnp.tril(jnp.ones((T, T), bool))
 
         def body(x, layer, prompt_kv):
             def attention(q, k, v):
-                return attend(q[:, None], [(*prompt_kv, cache.mask_S), (k, v, causal_TT)])[:, 0], None
+                q, k, v = (y[:, None] for y in (q, k, v))
+                return attend_causal(q, k, v, jnp.ones(T, bool), ((*prompt_kv, cache.mask_S),))[:, 0], None
 
             return block.apply({"params": whole(layer)}, x, turn, attention)
 
@@ -295,7 +295,6 @@ def decoder(
         tokens_M = jnp.concatenate([tokens_PS, tokens_PN], 1).reshape(-1)  # all rows of all prompts, M = P (S + N)
         position_PR = jnp.concatenate([jnp.cumsum(mask_PS, 1) - 1, mask_PS.sum(1, keepdims=True) + place_PN % T], 1)
         turn = turns(position_PR.reshape(-1), frequencies())
-        causal_TT = jnp.tril(jnp.ones((T, T), bool))
 
         def attend_group(q, k, v, mask_S, place_N):
             """Rows of one prompt: its own see the prompt; its group's, as [G, T], see the prompt and themselves."""
@@ -306,10 +305,10 @@ def decoder(
             else:
                 pad = pack = lambda y: y
             k_KSd, v_KSd = k[:, :S], v[:, :S]
-            q_GT, k_GT, v_GT = (pad(y[:, S:]).reshape(y.shape[0], G, T, *y.shape[2:]) for y in (q, k, v))
-            out = attend(q_GT, [(k_KSd, v_KSd, mask_S), (k_GT, v_GT, causal_TT)])
-            out_N = pack(out.reshape(out.shape[0], G * T, *out.shape[3:]))
-            return jnp.concatenate([attend_causal(q[:, :S], k_KSd, v_KSd, mask_S), out_N], 1)
+            first = attend_causal(q[:, None, :S], k_KSd[:, None], v_KSd[:, None], mask_S)[:, 0]
+            own = (pad(y[:, S:]).reshape(y.shape[0], G, T, *y.shape[2:]) for y in (q, k, v))
+            out = attend_causal(*own, jnp.ones(T, bool), ((k_KSd, v_KSd, mask_S),))
+            return jnp.concatenate([first, pack(out.reshape(out.shape[0], G * T, *out.shape[3:]))], 1)
 
         def body(x, layer, _):
             # Products with weights see all rows of all prompts at once, attention those of one prompt.

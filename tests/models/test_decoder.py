@@ -105,15 +105,18 @@ def test_attention_in_parts_is_attention_in_one():
 @pytest.mark.parametrize("block", [1, 3, 4])
 def test_blocks_of_a_causal_attention_change_cost_only(block):
     rng = np.random.default_rng(1)
-    q, k, v = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((2, 8, 2, 4), (2, 8, 4), (2, 8, 4)))
-    mask = jnp.arange(8) >= 3
-    whole, cut = attend_causal(q, k, v, mask), attend_causal(q, k, v, mask, block=block)
-    np.testing.assert_allclose(cut[:, 3:], whole[:, 3:], atol=1e-6)
+    shapes = (2, 3, 8, 2, 4), (2, 3, 8, 4), (2, 3, 8, 4), (2, 5, 4), (2, 5, 4)
+    q, k, v, *prompt = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in shapes)
+    mask, before = jnp.arange(8) >= 3, ((*prompt, jnp.arange(5) >= 1),)
+    for seen in ((), before):
+        whole, cut = attend_causal(q, k, v, mask, seen), attend_causal(q, k, v, mask, seen, block=block)
+        np.testing.assert_allclose(cut[:, :, 3:], whole[:, :, 3:], atol=1e-6)
+    assert np.abs(attend_causal(q, k, v, mask) - whole).max() > 0.1  # what stands before is seen
 
 
 def test_blocks_of_a_causal_attention_save_work(optimized):
     """Four blocks compute 10 of 16 blocks of scores."""
-    q, k, v = jnp.zeros((2, 64, 2, 8)), jnp.zeros((2, 64, 8)), jnp.zeros((2, 64, 8))
+    q, k, v = jnp.zeros((2, 1, 64, 2, 8)), jnp.zeros((2, 1, 64, 8)), jnp.zeros((2, 1, 64, 8))
     program = lambda block: jax.jit(partial(attend_causal, block=block)).lower(q, k, v, jnp.ones(64, bool)).compile()
     assert program(16).cost_analysis()["flops"] < 0.75 * program(64).cost_analysis()["flops"]
 
