@@ -215,7 +215,8 @@ def _generate(
         def going(carry, fewer=fewer):
             index, state, _, seat_Pg, next_P = carry
             busy_P = jnp.sum(~ended(state, index, seat_Pg), axis=1) + (next_P < group_size) * seats
-            return jnp.max(busy_P) > fewer
+            more = jnp.max(busy_P) > fewer
+            return more if refill else (index < T) & more  # the bound is said outright, for who counts the loop's steps
 
         index, state, own, seat_Pg, next_P = jax.lax.while_loop(going, body, carry)
         order = jnp.argsort(ended(state, index, seat_Pg), axis=1, stable=True)[:, :fewer]
