@@ -174,6 +174,7 @@ def leave_out_idle(objective: Objective, batch: Batch, sizes: Sequence[int], dev
     """
     if not idle_is_inert(objective):
         return batch
+    # As a partial it is one program for all calls, see `Devices`.
     count = devices.whole_batch(partial(_busy_and_tokens), ("rows", "rows"), ("whole", "whole"))
     busy, tokens = map(np.asarray, count(batch.samples.adv, batch.samples.mask_T))
     fits = [s for s in sizes if s >= max(busy.sum(), 1) and s % devices.parts == 0]

@@ -276,8 +276,7 @@ def _iterate(config, parts: Parts, begun: Start, checkpoints, folder, screen: re
         microbatches=config.microbatches, group_microbatches=config.group_microbatches, old_logp=config.old_logp,
         critic=parts.critic, length_buckets=config.length_buckets, on_error=config.on_error,
         pack_tokens=config.pack_tokens, skip_idle=config.skip_idle, compact=config.compact, seats=config.seats,
-        stale=config.stale,
-        reference=begun.reference, update_reference=parts.update_reference, saved=begun.saved,
+        stale=config.stale, reference=begun.reference, update_reference=parts.update_reference, saved=begun.saved,
         prompt_length=parts.prompt_length, devices=parts.devices,
     )  # fmt: skip
     with screen.phase("GRPO", config.steps, start=begun.iteration) as show:

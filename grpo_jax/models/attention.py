@@ -31,9 +31,12 @@ def scores(q_RNd: Array, k_RSd: Array) -> Array:
 
 def _scores_backward(kept, g_RNS):
     q_RNd, k_RSd = kept
-    grad_q = einsum32("rns,rsd->rnd", g_RNS, k_RSd)
-    grad_k = einsum32("rnd,rns->rds", q_RNd, g_RNS).swapaxes(1, 2)
-    return grad_q.astype(q_RNd.dtype), grad_k.astype(k_RSd.dtype)
+    return mixture(g_RNS, k_RSd).astype(q_RNd.dtype), _summed(q_RNd, g_RNS).astype(k_RSd.dtype)
+
+
+def _summed(narrow_RNd: Array, wide_RNS: Array) -> Array:
+    """Over the queries, for each key: `[R, S, d]`. What is transposed is the narrow factor and the result."""
+    return einsum32("rnd,rns->rds", narrow_RNd, wide_RNS).swapaxes(1, 2)
 
 
 scores.defvjp(lambda q, k: (einsum32("rnd,rsd->rns", q, k), (q, k)), _scores_backward)
@@ -47,9 +50,7 @@ def mixture(w_RNS: Array, v_RSd: Array) -> Array:
 
 def _mixture_backward(kept, g_RNd):
     w_RNS, v_RSd = kept
-    grad_w = einsum32("rnd,rsd->rns", g_RNd, v_RSd)
-    grad_v = einsum32("rnd,rns->rds", g_RNd, w_RNS).swapaxes(1, 2)
-    return grad_w.astype(w_RNS.dtype), grad_v.astype(v_RSd.dtype)
+    return scores(g_RNd, v_RSd).astype(w_RNS.dtype), _summed(g_RNd, w_RNS).astype(v_RSd.dtype)
 
 
 mixture.defvjp(lambda w, v: (einsum32("rns,rsd->rnd", w, v), (w, v)), _mixture_backward)
