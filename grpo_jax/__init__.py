@@ -2,7 +2,7 @@
 
 from grpo_jax.critic import value_network
 from grpo_jax.devices import SINGLE, pmapped, sharded
-from grpo_jax.loop import train, warm_up
+from grpo_jax.loop import train
 from grpo_jax.models import (
     DecoderConfig,
     LanguageModel,
@@ -40,6 +40,7 @@ from grpo_jax.tasks import Task, pricing
 from grpo_jax.tokenizer import ByteTokenizer, load_tokenizer, pad_prompts
 from grpo_jax.train_step import adamw, init_state, make_train_step
 from grpo_jax.types import Batch, Mean, Prompts, Rollout, Sample, TrainState
+from grpo_jax.warm_up import warm_up
 
 __all__ = [
     "PRESETS",

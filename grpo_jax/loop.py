@@ -1,4 +1,4 @@
-"""Training as generators of (state, metrics): logging, evaluation and saving stand in the caller's own `for` loop.
+"""Training as a generator of (state, metrics): logging, evaluation and saving stand in the caller's own `for` loop.
 
 Everything random is a function of the root key and the iteration, and the rows of an iteration are a function of the
 seed and its number: what continues from a saved state equals what was never interrupted.
@@ -42,7 +42,7 @@ from grpo_jax.sampler import generate
 from grpo_jax.tasks import Task
 from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.train_step import init_state, make_train_step
-from grpo_jax.types import Batch, Mean, Params, Rollout, Sample, TrainState
+from grpo_jax.types import Batch, Params, Rollout, TrainState
 
 # Mean |log π − log π_sampler| above which sampler and trainer cannot be the same distribution, by parameter dtype.
 GAP = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
@@ -147,9 +147,9 @@ def train(
     scoring and updating, and `completions`: prompt, completion, reward of each of this process, as rows.
     """
     _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task)
-    _check_parts("prompts_per_step", prompts_per_step, microbatches, devices)
+    check_parts("prompts_per_step", prompts_per_step, microbatches, devices)
     _check_stale(stale, old_logp, objective)
-    model, chunk = devices.for_training(model), _chunk(model, devices) if chunk is None else chunk
+    model, chunk = devices.for_training(model), chunk_of(model, devices) if chunk is None else chunk
 
     def compiled(parts: int) -> Callable:
         step = make_train_step(
@@ -290,61 +290,6 @@ def _rate(state: TrainState) -> dict[str, float]:
     return {} if hyperparams is None else {"learning_rate": float(hyperparams["learning_rate"])}
 
 
-def nll(logp_T: jax.Array, sample: Sample) -> Mean:
-    """The supervised loss of one completion, −Σ_t log π_t over its tokens, to be divided by the tokens of the batch."""
-    return Mean(-jnp.where(sample.mask_T, logp_T, 0.0).sum(), sample.mask_T.sum().astype(jnp.float32))
-
-
-SUPERVISED = Objective(advantage=jnp.zeros_like, loss=nll)
-
-
-def warm_up(
-    model: LanguageModel,
-    params: Params,
-    task: Task,
-    tokenizer: Tokenizer,
-    optimizer: optax.GradientTransformation,
-    *,
-    steps: int,
-    batch_size: int = 64,
-    seed: int = 0,
-    prompt_length: int | None = None,
-    chunk: int | None = None,
-    devices: Devices = SINGLE,
-) -> Iterator[tuple[TrainState, dict]]:
-    """Supervised updates on the targets of `task.train`, one yield of `(state, metrics)` each: a start for GRPO.
-
-    A target is a group of one whose advantage is not needed: the same train step, with cross-entropy as its loss.
-    """
-    if steps < 0 or batch_size < 1:
-        raise ValueError(f"steps must be at least 0 and batch_size at least 1, got {steps} and {batch_size}")
-    _check_rows(task)
-    _check_parts("batch_size", batch_size, 1, devices)
-    model, chunk = devices.for_training(model), _chunk(model, devices) if chunk is None else chunk
-    step = make_train_step(model, SUPERVISED, optimizer, chunk=chunk, axis_name=devices.axis_name)
-    step = devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
-    width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
-    targets = [[*tokenizer.encode(task.target(row)), tokenizer.stop_ids[0]] for row in task.train]
-    longest = -(-max(map(len, targets)) // 8) * 8
-    tagged = [dict(row) | {"_target": ids} for row, ids in zip(task.train, targets, strict=True)]
-    state = begin(params, optimizer, seed, devices=devices).state
-    held = devices.held(batch_size)
-    for iteration in range(steps):
-        rows = rows_of(iteration, tagged, batch_size, seed)
-        rows = [rows[i] for i in held]
-        ids = [row.pop("_target") for row in map(dict, rows)]
-        tokens = np.full((len(rows), 1, longest), tokenizer.pad_id, np.int32)
-        for row, target in zip(tokens[:, 0], ids, strict=True):
-            row[: len(target)] = target
-        mask = np.arange(longest) < np.array([len(target) for target in ids])[:, None, None]
-        prompts = encode(tokenizer, task.prompt, rows, length=width)
-        zeros = np.zeros(mask.shape, np.float32)
-        rollout = Rollout(prompts, tokens, mask, zeros, np.ones((len(rows), 1), bool))
-        batch = Batch(rollout, Sample(mask_T=mask, old_logp_T=zeros, adv=zeros[..., 0]))
-        state, metrics = step(state, devices.put_rows(batch))
-        yield state, {"iteration": iteration + 1, "loss": metrics["loss"], "grad_norm": metrics["grad_norm"]}
-
-
 def _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task) -> None:
     named = {"steps": (steps, 0), "prompts_per_step": (prompts_per_step, 1), "group_size": (group_size, 1)}
     named |= {"max_new_tokens": (max_new_tokens, 1), "length_buckets": (length_buckets, 1)}
@@ -353,7 +298,7 @@ def _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buc
             raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
     if sampling.checked().temperature == 0:
         raise ValueError("temperature must be above 0 in training: a greedy group has no spread to learn from")
-    _check_rows(task)
+    check_rows(task)
     if group_size == 1:
         warnings.warn("group_size=1: a group of one has no spread, its advantage is 0", stacklevel=3)
 
@@ -370,12 +315,12 @@ def _check_stale(stale: int, old_logp: str, objective: Objective) -> None:
         )
 
 
-def _chunk(model: LanguageModel, devices: Devices) -> int:
+def chunk_of(model: LanguageModel, devices: Devices) -> int:
     """Tokens projected on the vocabulary at a time: a program of pmap sees its own prompts, one over a mesh all."""
     return tokens_at_once(model, devices.parts if devices.axis_name is None else 1)
 
 
-def _check_parts(name: str, prompts: int, microbatches: int, devices: Devices) -> None:
+def check_parts(name: str, prompts: int, microbatches: int, devices: Devices) -> None:
     if devices.parts > 1 and prompts % (devices.parts * microbatches):
         cuts = f" × {microbatches} micro-batches" if microbatches > 1 else ""
         raise ValueError(
@@ -384,7 +329,7 @@ def _check_parts(name: str, prompts: int, microbatches: int, devices: Devices) -
         )
 
 
-def _check_rows(task: Task) -> None:
+def check_rows(task: Task) -> None:
     if not len(task.train):
         raise ValueError(f"task {task.name!r} has no training rows")
 

@@ -34,6 +34,7 @@ from grpo_jax.tasks import TASKS, Task
 from grpo_jax.tokenizer import Tokenizer, load_tokenizer
 from grpo_jax.train_step import adamw
 from grpo_jax.types import Params
+from grpo_jax.warm_up import warm_up
 
 
 class Parts(NamedTuple):
@@ -139,7 +140,7 @@ def start(config: TrainConfig, parts: Parts, screen: report.Screen) -> Params:
         # A constant rate where the loss decides when to end: the end of a schedule would have to be known before.
         schedule, losses = "constant" if config.warm_up_loss else "cosine", deque(maxlen=8)
         rate = adamw(3e-3, steps=config.warm_up, warmup_steps=min(20, config.warm_up), schedule=schedule)
-        updates = loop.warm_up(
+        updates = warm_up(
             parts.model, params, parts.task, parts.tokenizer, rate,
             steps=config.warm_up, seed=config.seed, prompt_length=parts.prompt_length, devices=parts.devices,
         )  # fmt: skip

@@ -25,7 +25,7 @@ from grpo_jax.config import TrainConfig
 from grpo_jax.critic import value_network
 from grpo_jax.devices import SINGLE, pmapped, sharded
 from grpo_jax.evaluate import evaluate
-from grpo_jax.loop import begin, train, warm_up
+from grpo_jax.loop import begin, train
 from grpo_jax.models import DecoderConfig, decoder, from_nnx
 from grpo_jax.objectives import PRESETS, batch_loss, diagnostics, ema, reads
 from grpo_jax.parallel import make_mesh
@@ -36,6 +36,7 @@ from grpo_jax.sampler import generate
 from grpo_jax.tokenizer import ByteTokenizer
 from grpo_jax.train_step import make_train_step
 from grpo_jax.types import Prompts, Rollout
+from grpo_jax.warm_up import warm_up
 
 P, G, S, T, V = 32, 3, 5, 4, 16  # few tokens: a ratio is as exact as its log-probabilities are small
 MODEL = decoder(DecoderConfig(V, 16, 32, 1, 8, 8, 2, tie_word_embeddings=False, attention_bias=True), remat="none")

@@ -264,7 +264,7 @@ def captured(tmp_path, monkeypatch):
         return noted
 
     monkeypatch.setattr(loop, "train", note("train", lambda *_, **__: iter(())))
-    monkeypatch.setattr(loop, "warm_up", note("warm_up", lambda *_, **__: iter(())))
+    monkeypatch.setattr(run, "warm_up", note("warm_up", lambda *_, **__: iter(())))
     monkeypatch.setattr(run, "adamw", note("adamw", run.adamw))
     monkeypatch.setattr(checkpoint, "open_checkpoints", note("checkpoints", checkpoint.open_checkpoints))
     result = run.Evaluation(0.5, 0, 1.0, 0.0, np.zeros((1, 1)), [[""]])
@@ -341,7 +341,7 @@ def test_the_warm_up_ends_at_its_loss(captured, monkeypatch):
     ends = {}
     for limit, target in ((28, 2.0), (28, 1.0), (28, 0.0), (4, 9.0), (9, 9.0)):
         seen = []
-        monkeypatch.setattr(loop, "warm_up", updates)
+        monkeypatch.setattr(run, "warm_up", updates)
         config = TrainConfig(task="letters", warm_up=limit, warm_up_loss=target).resolved()
         run.start(config, run.build(config), Silent())
         ends[limit, target] = seen[-1]
