@@ -70,13 +70,13 @@ def test_compaction_and_seats_decode_fewer_sequences():
     prompts = Prompts(jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool))
     params = {"long": jnp.array([0.0, 1.0, 0.0])}
     counts = {}
-    for compact in (0, 3):
+    for compact in (0, 1, 3):
         decoded.clear()
         out = sample(model, params, prompts, group_size=16, max_new_tokens=10, stop_ids=(0,), compact=compact)
         jax.effects_barrier()
         counts[compact], going = len(decoded), int((~out.stopped_PG).sum())
     assert 0 < going <= 8
-    assert counts == {0: 16 * 9, 3: next(seats for seats in (2, 4, 8) if seats >= going) * 9}
+    assert counts == {0: 16 * 9, 1: 8 * 9, 3: next(seats for seats in (4, 8, 12) if seats >= going) * 9}
     for seats in (1, 3, 15):
         decoded.clear()
         out = sample(model, params, prompts, group_size=16, max_new_tokens=10, stop_ids=(0,), seats=seats)

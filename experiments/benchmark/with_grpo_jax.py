@@ -16,7 +16,7 @@ from grpo_jax.train_step import adamw, init_state, make_train_step
 from grpo_jax.types import Batch, Prompts, Rollout
 
 LENGTH_BUCKETS = 4  # the default of `loop.train`
-COMPACT = 2
+COMPACT = 3
 
 
 def build(spec: SimpleNamespace, inputs: dict) -> "GrpoJax":
