@@ -62,7 +62,21 @@ def adamw(
     rule = optax.inject_hyperparams(optax.adamw, static_args=("b1", "b2", "mask"))(
         learning_rate=rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed
     )
-    return rule if clip_norm is None else optax.chain(optax.clip_by_global_norm(clip_norm), rule)
+    return rule if clip_norm is None else optax.chain(clip_global_norm(clip_norm), rule)
+
+
+def clip_global_norm(limit: float) -> optax.GradientTransformation:
+    """`g · min(1, limit / ‖g‖)` (Pascanu et al. 2013, 1211.5063), as `optax.clip_by_global_norm`.
+
+    One scalar is divided and not every entry of g: XLA computes a division once for all that read it, which would be a
+    second copy of the whole gradient.
+    """
+
+    def update(grads, state, params=None):
+        scale = jnp.minimum(1.0, limit / jnp.maximum(optax.tree.norm(grads), 1e-30))
+        return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), state
+
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 SCHEDULES = {
@@ -172,26 +186,38 @@ def make_train_step(
         seen["sampler_gap"] = Mean(gap.sum(), rollout.mask_PGT.sum().astype(jnp.float32))
         return loss.total, (loss, seen, fixed)
 
-    def gradient(params: Params, parts: Batch, own_old: bool):
-        """Σ over the parts of gradients of totals, and of pairs; and every part's log-probabilities."""
+    everywhere = lambda sums: jax.lax.psum(sums, axis_name) if axis_name else sums
+
+    def whole(loss: Mean, seen: dict[str, Mean], rest: dict[str, Mean]):
+        """Pairs of the whole batch, and the one division: what its weight makes of a gradient of totals."""
+        loss, seen = everywhere((loss, seen))
+        if rest:
+            loss = add_means(loss, rest["loss"])
+            seen = {name: add_means(mean, rest[name]) if name in rest else mean for name, mean in seen.items()}
+        return loss, seen, jnp.where(loss.weight > 0, 1.0 / jnp.where(loss.weight > 0, loss.weight, 1.0), 0.0)
+
+    def gradient(params: Params, parts: Batch, own_old: bool, rest: dict[str, Mean]):
+        """The float32 gradient of the batch's loss, its pairs, and every part's log-probabilities."""
+        single = lambda g: g.astype(jnp.float32)
+        if cuts == 1:  # the division goes in where the backward pass begins: no second copy of the gradient
+            part = jax.tree.map(lambda x: x[0], parts)
+            _, pull, (loss, seen, logp) = jax.vjp(lambda p: part_loss(p, part, own_old), params, has_aux=True)
+            loss, seen, scale = whole(loss, seen, rest)
+            return everywhere(jax.tree.map(single, pull(scale)[0])), loss, seen, logp[None]
 
         def one(part):
             (_, (loss, seen, logp)), grads = jax.value_and_grad(part_loss, has_aux=True)(params, part, own_old)
-            return (jax.tree.map(lambda g: g.astype(jnp.float32), grads), loss, seen), logp
+            return (jax.tree.map(single, grads), loss, seen), logp
 
-        if cuts == 1:
-            sums, logp = one(jax.tree.map(lambda x: x[0], parts))
-            logp = logp[None]
-        else:
-            shapes = jax.eval_shape(lambda: one(jax.tree.map(lambda x: x[0], parts))[0])
-            zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        def body(sums, part):
+            more, logp = one(part)
+            return add_means(sums, more), logp
 
-            def body(sums, part):
-                more, logp = one(part)
-                return add_means(sums, more), logp
-
-            sums, logp = jax.lax.scan(body, zeros, parts)
-        return jax.lax.psum(sums, axis_name) if axis_name else sums, logp
+        shapes = jax.eval_shape(lambda: one(jax.tree.map(lambda x: x[0], parts))[0])
+        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        (grads, loss, seen), logp = jax.lax.scan(body, zeros, parts)
+        loss, seen, scale = whole(loss, seen, rest)
+        return jax.tree.map(lambda g: g * scale, everywhere(grads)), loss, seen, logp
 
     def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
         _, params, opt_state = state
@@ -200,14 +226,9 @@ def make_train_step(
         history = []
         for epoch in range(epochs):
             own_old = old_logp == "first_epoch" and epoch == 0
-            (grads, loss, seen), logp = gradient(params, parts, own_old)
+            grads, loss, seen, logp = gradient(params, parts, own_old, rest)
             if own_old:
                 parts = parts._replace(samples=parts.samples._replace(old_logp_T=logp))
-            if rest:
-                loss = add_means(loss, rest["loss"])
-                seen = {name: add_means(mean, rest[name]) if name in rest else mean for name, mean in seen.items()}
-            scale = jnp.where(loss.weight > 0, 1.0 / jnp.where(loss.weight > 0, loss.weight, 1.0), 0.0)
-            grads = jax.tree.map(lambda g, scale=scale: g * scale, grads)
             if epoch > 0:
                 del seen["sampler_gap"]
             history.append({"loss": loss.value(), "grad_norm": optax.tree.norm(grads)} | _values(seen))

@@ -249,6 +249,18 @@ def test_state_can_be_donated(tiny_model, tiny_params, batch):
     assert compiled.memory_analysis().alias_size_in_bytes >= 0.99 * size
 
 
+def test_one_gradient_exists_at_once(prompts, optimized):
+    """Neither the division by the weight nor the clip makes a second one: what is left besides it is small."""
+    wide = decoder(dataclasses.replace(TINY, hidden_size=256, intermediate_size=1024, num_hidden_layers=8))
+    params = jax.jit(wide.init)(jax.random.key(0))
+    optimizer, objective = adamw(1e-3, steps=9, clip_norm=1.0), grpo()
+    shape = jnp.zeros((P, G, T))
+    batch = assemble(objective, rollout_of(prompts), jnp.zeros((P, G)), ref_logp_T=shape)
+    step = jax.jit(make_train_step(wide, objective, optimizer), donate_argnums=0)
+    memory = step.lower(init_state(params, optimizer), batch).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 1.5 * sum(x.nbytes for x in jax.tree.leaves(params))
+
+
 def test_a_whole_loss_of_ones_own_trains(tiny_model, tiny_params, batch):
     """The second level: loss(logp_T, sample) -> Mean, written without compose."""
 
