@@ -119,6 +119,8 @@ class TrainConfig:
     """Completions of a prompt that are sampled at once; the others wait for the seat of one that ends; None: all."""
     stale: int = 0
     """Iterations that sampling runs ahead, while the host scores: data that old, corrected by the ratio; 0: none."""
+    compile_ahead: bool = False
+    """Compile every program that the iterations may need before the first one, so that none waits for the compiler."""
     remat: Annotated[
         str | None,
         by_model("remat", "What a layer keeps for the backward pass: layer (least), attention, dots or none (all)."),

@@ -9,10 +9,14 @@ A program says of each argument what it is, and the back end knows where that li
     whole    the same on every device
     first    the index of the first prompt that the program sees
 
+A program is made for the shapes of its arguments when it is first called with them, or before: see `listed`.
+
 Left out on purpose: `pmap` over several processes (a mesh does that), and moving work between devices while it runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -76,12 +80,78 @@ class Devices(NamedTuple):
     whole_batch: Callable
 
 
+_found: ContextVar[dict] = ContextVar("_found")
+
+
+class Listed(NamedTuple):
+    """A program for arguments of some shapes; from `compile()` on it runs what that has compiled."""
+
+    name: str
+    compile: Callable[[], None]
+    out: Any
+
+
+@contextmanager
+def listed() -> Iterator[dict[Any, Listed]]:
+    """Inside, a program called with shapes (`jax.ShapeDtypeStruct`) for some of its arrays runs nothing: it is listed,
+    unless it is made already, and returns shapes.
+    """
+    token = _found.set({})
+    try:
+        yield _found.get()
+    finally:
+        _found.reset(token)
+
+
+def _program(made: dict, function: Callable, options: tuple, lay: Callable, make: Callable, finish: Callable):
+    """One program for each layout of its arguments, kept in `made` where the function is known by its options.
+
+    `lay(args, rows)` lays the arguments out, `make(*args, **rows)` gives the jitted function, and `finish` makes of
+    its output what is returned.
+    """
+    known, name = made, _identity(function)
+    if name is None:
+        known, name = {}, ()
+
+    def run(*args, **rows):
+        args, rows = lay(args, rows)
+        key = (name, options, _shapes((args, rows)))
+        if not any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves((args, rows))):
+            if key not in known:
+                known[key] = make(*args, **rows)
+            return finish(known[key](*args, **rows))
+        found, place = _found.get(), (id(known), key)
+        if place in found:
+            return found[place].out
+        jitted = make(*args, **rows)
+        out = finish(jax.eval_shape(jitted, *args, **rows))
+        if key not in known:
+            compiled = lambda: known.update({key: _lower(jitted, *args, **rows).compile()})
+            found[place] = Listed(_name(function), compiled, out)
+        return out
+
+    return run
+
+
+def _lower(function: Callable, *args, **rows) -> jax.stages.Lowered:
+    if isinstance(function, partial):
+        return function.func.lower(*function.args, *args, **function.keywords, **rows)
+    return function.lower(*args, **rows)
+
+
+def _name(function: Callable) -> str:
+    return getattr(getattr(function, "func", function), "__name__", "program").lstrip("_")
+
+
 def _single() -> Devices:
+    made: dict = {}
+
     def program(function: Callable, inputs: tuple, outputs: Any, donate: tuple = ()) -> Callable:
         # A partial binds the options of a function that compiles itself, once for all callers.
-        return function if isinstance(function, partial) else jax.jit(function, donate_argnums=donate)
+        jitted = function if isinstance(function, partial) else jax.jit(function, donate_argnums=donate)
+        options = (inputs, outputs, donate)
+        return _program(made, function, options, lambda *given: given, lambda *_, **__: jitted, _same)
 
-    same = lambda tree: tree
     return Devices(
         name="one device",
         parts=1,
@@ -89,14 +159,18 @@ def _single() -> Devices:
         put=lambda kind, tree: jax.tree.map(_commit, tree),
         held=np.arange,
         own=np.arange,
-        put_rows=same,
+        put_rows=_same,
         fetch=lambda tree: jax.tree.map(np.asarray, tree),
-        for_decoding=same,
+        for_decoding=_same,
         moved_bytes=lambda params: 0,
-        for_training=same,
+        for_training=_same,
         per_prompt=program,
         whole_batch=program,
     )
+
+
+def _same(tree: Any) -> Any:
+    return tree
 
 
 SINGLE = _single()
@@ -150,27 +224,22 @@ def sharded(mesh: Mesh, axes: Axes = None, decode: str = "gather") -> Devices:
     made: dict = {}
 
     def program(function: Callable, inputs: tuple, outputs: Any, donate: tuple = ()) -> Callable:
-        known, name = made, _identity(function)
-        if name is None:
-            known, name = {}, ()
-
         call = lambda rows, *args: function(*args, **rows)
-        call.__name__ = getattr(getattr(function, "func", function), "__name__", "program")
+        call.__name__ = _name(function)
         kinds = ("rows", *inputs)
 
-        def run(*args, **rows):
-            args = tuple(put(kind, arg) for kind, arg in zip(kinds, (rows, *args), strict=True))
-            key = (name, inputs, outputs, donate, _shapes(args))
-            if key not in known:
-                out = jax.eval_shape(call, *args)
-                laid = tuple(map(layout, outputs, out)) if isinstance(outputs, tuple) else layout(outputs, out)
-                known[key] = jax.jit(
-                    call, in_shardings=tuple(map(layout, kinds, args)), out_shardings=laid,
-                    donate_argnums=tuple(1 + index for index in donate),
-                )  # fmt: skip
-            return known[key](*args)
+        def lay(args: tuple, rows: dict) -> tuple[tuple, dict]:
+            return tuple(put(kind, arg) for kind, arg in zip(kinds, (rows, *args), strict=True)), {}
 
-        return run
+        def make(*args) -> Callable:
+            out = jax.eval_shape(call, *args)
+            laid = tuple(map(layout, outputs, out)) if isinstance(outputs, tuple) else layout(outputs, out)
+            return jax.jit(
+                call, in_shardings=tuple(map(layout, kinds, args)), out_shardings=laid,
+                donate_argnums=tuple(1 + index for index in donate),
+            )  # fmt: skip
+
+        return _program(made, function, (inputs, outputs, donate), lay, make, _same)
 
     return Devices(
         name=" × ".join(f"{axis} {size}" for axis, size in mesh.shape.items() if size > 1) or "a mesh of one device",
@@ -207,46 +276,44 @@ def _pmapped(count: int) -> Devices:
         if kind == "first":
             tree = tree + size // count * jnp.arange(count)
         else:
-            tree = jax.tree.map(lambda x: x.reshape(count, -1, *x.shape[1:]) if x.ndim else x, tree)
+            tree = jax.tree.map(
+                lambda x: _reshape(x, (count, x.shape[0] // count, *x.shape[1:])) if x.ndim else x, tree
+            )
         return base.put("rows", tree)
 
     def merge(kind: str, tree: Any) -> Any:
         if kind not in mapped:
             return tree
-        return base.put(kind, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree))
+        return base.put(kind, jax.tree.map(lambda x: _reshape(x, (x.shape[0] * x.shape[1], *x.shape[2:])), tree))
 
     def per_prompt(function: Callable, inputs: tuple, outputs: Any, donate: tuple = ()) -> Callable:
-        known, name = made, _identity(function)
-        if name is None:
-            known, name = {}, ()
         out_axes = jax.tree.map(lambda kind: 0 if kind in mapped else None, outputs)
 
-        def run(*args):
+        def lay(args: tuple, rows: dict) -> tuple[tuple, dict]:
             args = [base.put(kind, arg) for kind, arg in zip(inputs, args, strict=True)]
-            rows = [arg for kind, arg in zip(inputs, args, strict=True) if kind in ("rows", "prompts")]
-            size = next(x.shape[0] for x in jax.tree.leaves(rows) if x.ndim)
-            args = [split(k, arg, size) if k in mapped else arg for k, arg in zip(inputs, args, strict=True)]
-            key = (name, inputs, outputs, donate, _shapes(args))
-            if key not in known:
-                in_axes = tuple(in_axis(k, arg) if k in mapped else None for k, arg in zip(inputs, args, strict=True))
-                known[key] = jax.pmap(
-                    function, AXIS, in_axes=in_axes, out_axes=out_axes, devices=list(mesh.devices.flat),
-                    donate_argnums=donate,
-                )  # fmt: skip
-            out = known[key](*args)
+            spread = [arg for kind, arg in zip(inputs, args, strict=True) if kind in ("rows", "prompts")]
+            size = next(x.shape[0] for x in jax.tree.leaves(spread) if x.ndim)
+            return tuple(split(k, arg, size) if k in mapped else arg for k, arg in zip(inputs, args, strict=True)), rows
+
+        def make(*args) -> Callable:
+            in_axes = tuple(in_axis(k, arg) if k in mapped else None for k, arg in zip(inputs, args, strict=True))
+            return jax.pmap(
+                function, AXIS, in_axes=in_axes, out_axes=out_axes, devices=list(mesh.devices.flat),
+                donate_argnums=donate,
+            )  # fmt: skip
+
+        def finish(out: Any) -> Any:
             return tuple(map(merge, outputs, out)) if isinstance(outputs, tuple) else merge(outputs, out)
 
-        return run
+        return _program(made, function, (inputs, outputs, donate), lay, make, finish)
 
     return base._replace(name=f"pmap over {count}", axis_name=AXIS, for_training=_same, per_prompt=per_prompt)
 
 
-def _same(tree: Any) -> Any:
-    return tree
-
-
 def _commit(x: Any) -> jax.Array:
     """On the default device, unless it is bound to one already: bound and unbound arrays make two compiled programs."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x
     return x if getattr(x, "committed", False) else jax.device_put(x, next(iter(jnp.empty(0).devices())))
 
 
@@ -258,11 +325,22 @@ def _identity(function: Callable) -> Any:
 
 
 def _shapes(args: Any) -> Any:
-    return jax.tree.structure(args), tuple((x.shape, x.dtype) for x in jax.tree.leaves(args))
+    return jax.tree.structure(args), tuple((np.shape(x), getattr(x, "dtype", type(x))) for x in jax.tree.leaves(args))
+
+
+def shapes_of(tree: Any) -> Any:
+    """The arrays' shapes, in the layout that they have."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def _reshape(x: Any, shape: tuple) -> Any:
+    return x.update(shape=shape, sharding=None) if isinstance(x, jax.ShapeDtypeStruct) else x.reshape(shape)
 
 
 def _place(x: Any, sharding: Sharding) -> jax.Array:
-    """An array that every process holds, or one that is already spread over them, in the given sharding."""
+    """An array that every process holds, or one that is already spread over them, in the given sharding; or a shape."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x.update(sharding=sharding)
     if isinstance(x, jax.Array):
         if x.sharding.is_equivalent_to(sharding, x.ndim):
             return x

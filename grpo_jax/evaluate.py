@@ -56,14 +56,15 @@ def evaluate(
     on_error: str = "raise",
     progress: Callable[[int], None] = lambda rows: None,
     devices: Devices = SINGLE,
-) -> Evaluation:
+) -> Evaluation | None:
     """Completes every row `samples` times and scores it with the task's reward.
 
     Rows go through in batches of one shape (`batch_size` prompts, the last one filled up and cut again), so one program
     is compiled; a batch is enlarged to a multiple of the parts that `devices` needs. `prompt_length` pads prompts to a
     given width. `key` is needed unless sampling is greedy; row i draws the same noise whatever the batch size.
     `on_error` is that of `rewards.score`. `progress` is called with the number of rows done. Of several processes each
-    completes and scores a part of every batch, and all return the whole result.
+    completes and scores a part of every batch, and all return the whole result. With shapes for parameters its program
+    is listed (`devices.listed`), and None returned.
     """
     if not rows:
         raise ValueError("no rows to evaluate")
@@ -88,7 +89,10 @@ def evaluate(
     for start in range(0, len(rows), batch_size):
         index = start + held
         part = devices.put_rows(jax.tree.map(lambda x, i=index: x[np.where(i < len(rows), i, 0)], prompts))
-        drawn, scored = devices.fetch(draw(weights, part, key, start)), mine & (index < len(rows))
+        drawn, scored = draw(weights, part, key, start), mine & (index < len(rows))
+        if isinstance(drawn.mask_PGT, jax.ShapeDtypeStruct):
+            return None
+        drawn = devices.fetch(drawn)
         drawn = jax.tree.map(lambda x, kept=scored: x[kept], drawn)
         judge = partial(_judged, task, tokenizer, rows, index[scored], drawn, on_error)
         done += sorted(chain(*together(judge)), key=itemgetter(0))

@@ -19,7 +19,7 @@ import optax
 
 from grpo_jax.checkpoint import Saved
 from grpo_jax.critic import Critic, policy_of, with_critic
-from grpo_jax.devices import SINGLE, Devices
+from grpo_jax.devices import SINGLE, Devices, Listed, listed, shapes_of
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_advantages, reads, reads_in_loss, reads_in_prepare
 from grpo_jax.policy import Sampling, tokens_at_once
@@ -28,21 +28,26 @@ from grpo_jax.rollout import (
     Told,
     assemble,
     completion_texts,
+    cut,
     encode,
     group_statistics,
     leave_out_idle,
+    lengths,
     pack,
+    packings,
     prompt_texts,
     score,
     scored_together,
     step_rewards,
     trim,
+    untold,
+    without_idle,
 )
 from grpo_jax.sampler import generate
 from grpo_jax.tasks import Task
 from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.train_step import init_state, make_train_step
-from grpo_jax.types import Batch, Params, Rollout, TrainState
+from grpo_jax.types import Batch, Params, Prompts, Rollout, TrainState
 
 # Mean |log π − log π_sampler| above which sampler and trainer cannot be the same distribution, by parameter dtype.
 GAP = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
@@ -114,6 +119,7 @@ def train(
     compact: int = 0,
     seats: int | None = None,
     stale: int = 0,
+    compile_ahead: Callable[[list[Listed]], None] | None = None,
     reward_weights: Sequence[float] | None = None,
     on_error: str = "raise",
     reference: Params | None = None,
@@ -140,7 +146,9 @@ def train(
     gradient (`rollout.leave_out_idle`); both change no gradient and compile the update for a few more shapes. `compact`
     and `seats` are those of `sampler.generate`. With `stale` k, the policy before iteration i − k samples iteration i:
     devices sample while the host decodes and scores, and the ratio to that policy corrects for its age (`age` counts
-    its updates; `saved.pending` holds what is sampled already). `devices` says where all of it runs; the numbers do not
+    its updates; `saved.pending` holds what is sampled already). `compile_ahead` is given, before anything runs, every
+    program that the iterations may run (`devices.Listed`; not the small ones that cut and move arrays): those that it
+    compiles stall no iteration later, and change no number. `devices` says where all of it runs; the numbers do not
     depend on it. Of several processes each samples and scores its own prompts.
 
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
@@ -179,51 +187,81 @@ def train(
     else:
         reference = devices.put("state", reference)
     held, own = devices.held(prompts_per_step), devices.own(prompts_per_step)
-    ahead = deque(pending)  # what is sampled for this iteration and those behind it
-    for iteration in range(int(state.step) // epochs, steps):
-        started = time.perf_counter()
-        numbers = range(iteration + len(ahead), min(iteration + stale + 1, steps))
-        weights = devices.for_decoding(policy_of(critic, state.params)) if numbers else None
-        for number in numbers:
-            rows = rows_of(number, task.train, prompts_per_step, seed)
-            prompts = devices.put_rows(encode(tokenizer, task.prompt, [rows[i] for i in held], length=width))
-            ahead.append(draw(weights, prompts, jax.random.fold_in(key, number), 0))
-        del weights  # the layout of decoding is not kept during the update
-        rollout, age = trim(jax.block_until_ready(ahead.popleft()), length_buckets), epochs * min(stale, iteration)
-        sampled = time.perf_counter()
-        rows = rows_of(iteration, task.train, prompts_per_step, seed)
-        drawn, rows = devices.fetch(rollout), [rows[i] for i in own]
-        mine = jax.tree.map(lambda x: x[np.isin(held, own)], drawn)
-        texts, questions = completion_texts(tokenizer, mine), prompt_texts(task, rows)
-        judge = partial(score_rewards, task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error)
-        told = scored_together(judge, mine, own)
-        scored = time.perf_counter()
-        if pack_rows:  # by what every process knows
-            places_PN = pack(drawn._replace(mask_PGT=told.mask_PGT)).places_PN
-            rollout = rollout._replace(places_PN=devices.put("rows", places_PN))
+    fewer = _fewer(prompts_per_step, microbatches, devices.parts)
+
+    def batch_of(params, reference, rollout: Rollout, drawn: Rollout, told: Told, age: int) -> Batch:
         rewards = np.moveaxis(told.reward_PGN, -1, 1) if takes_several(objective) else told.reward_PG
-        samples = fill(state.params, reference, rollout, drawn, told.at(held), age)
-        batch = gather(rollout, devices.put("rows", rewards.astype(np.float32)), **samples)
-        if skip_idle:
-            batch = leave_out_idle(objective, batch, _fewer(prompts_per_step, microbatches, devices.parts), devices)
-        state, metrics = step(state, batch)
-        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if age == 0:
-            _check_gap(metrics, model.config)
-        if reference is not None and update_reference is not None:
-            policy = policy_of(critic, state.params)
-            moved = update_reference(iteration + 1, policy, reference)
-            # The next update consumes the parameters: a reference that is them needs buffers of its own.
-            reference = jax.tree.map(lambda new, own: jnp.copy(new) if new is own else new, moved, policy)
-        done = time.perf_counter()
-        metrics = {"iteration": iteration + 1} | group_statistics(told, told.reward_PG) | metrics
-        metrics |= _rate(state) | {
-            "seconds/sample": sampled - started,
-            "seconds/score": scored - sampled,
-            "seconds/update": done - scored,
-            "completions": _completions(rows, questions, texts, told.at(own).reward_PG),
-        }
-        yield Saved(state, key, None if update_reference is None else reference, tuple(ahead)), metrics
+        samples = fill(params, reference, rollout, drawn, told.at(held), age)
+        return gather(rollout, devices.put("rows", rewards.astype(np.float32)), **samples)
+
+    def prompts_of(iteration: int) -> Prompts:
+        rows = rows_of(iteration, task.train, prompts_per_step, seed)
+        return devices.put_rows(encode(tokenizer, task.prompt, [rows[i] for i in held], length=width))
+
+    def programs() -> list[Listed]:
+        """All that an iteration may run, found by going through one on shapes, with every size that it may have."""
+        shapes, known = shapes_of(state), shapes_of(reference)
+        functions = 1 if callable(task.reward) else len(task.reward)
+        with listed() as found:
+            weights = devices.for_decoding(policy_of(critic, shapes.params))
+            drawn = draw(weights, prompts_of(0), jax.random.fold_in(key, 0), 0)
+            for size in lengths(max_new_tokens, length_buckets):
+                trimmed = jax.eval_shape(partial(cut, size=size), drawn)
+                for rollout in packings(trimmed) if pack_rows else [trimmed]:
+                    batch = batch_of(shapes.params, known, rollout, *untold(trimmed, functions, held), 0)
+                    for part in without_idle(objective, batch, fewer, devices) if skip_idle else [batch]:
+                        step(shapes, part)
+        return list(found.values())
+
+    if compile_ahead is not None and int(state.step) // epochs < steps:
+        compile_ahead(programs())
+
+    def iterations(state: TrainState, reference: Params | None) -> Iterator[tuple[Saved, dict]]:
+        ahead = deque(pending)  # what is sampled for this iteration and those behind it
+        for iteration in range(int(state.step) // epochs, steps):
+            started = time.perf_counter()
+            numbers = range(iteration + len(ahead), min(iteration + stale + 1, steps))
+            weights = devices.for_decoding(policy_of(critic, state.params)) if numbers else None
+            for number in numbers:
+                ahead.append(draw(weights, prompts_of(number), jax.random.fold_in(key, number), 0))
+            del weights  # the layout of decoding is not kept during the update
+            rollout, age = trim(jax.block_until_ready(ahead.popleft()), length_buckets), epochs * min(stale, iteration)
+            sampled = time.perf_counter()
+            rows = rows_of(iteration, task.train, prompts_per_step, seed)
+            drawn, rows = devices.fetch(rollout), [rows[i] for i in own]
+            mine = jax.tree.map(lambda x: x[np.isin(held, own)], drawn)
+            texts, questions = completion_texts(tokenizer, mine), prompt_texts(task, rows)
+            judge = partial(
+                score_rewards, task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error
+            )
+            told = scored_together(judge, mine, own)
+            scored = time.perf_counter()
+            if pack_rows:  # by what every process knows
+                places_PN = pack(drawn._replace(mask_PGT=told.mask_PGT)).places_PN
+                rollout = rollout._replace(places_PN=devices.put("rows", places_PN))
+            batch = batch_of(state.params, reference, rollout, drawn, told, age)
+            if skip_idle:
+                batch = leave_out_idle(objective, batch, fewer, devices)
+            state, metrics = step(state, batch)
+            metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
+            if age == 0:
+                _check_gap(metrics, model.config)
+            if reference is not None and update_reference is not None:
+                policy = policy_of(critic, state.params)
+                moved = update_reference(iteration + 1, policy, reference)
+                # The next update consumes the parameters: a reference that is them needs buffers of its own.
+                reference = jax.tree.map(lambda new, own: jnp.copy(new) if new is own else new, moved, policy)
+            done = time.perf_counter()
+            metrics = {"iteration": iteration + 1} | group_statistics(told, told.reward_PG) | metrics
+            metrics |= _rate(state) | {
+                "seconds/sample": sampled - started,
+                "seconds/score": scored - sampled,
+                "seconds/update": done - scored,
+                "completions": _completions(rows, questions, texts, told.at(own).reward_PG),
+            }
+            yield Saved(state, key, None if update_reference is None else reference, tuple(ahead)), metrics
+
+    return iterations(state, reference)
 
 
 def _of_any_size(compiled: Callable, prompts: int, microbatches: int) -> Callable:

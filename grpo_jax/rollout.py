@@ -59,9 +59,17 @@ def trim(rollout: Rollout, buckets: int) -> Rollout:
 
     What is cut off is padding, so nothing changes but the cost; at most `buckets` shapes are ever compiled.
     """
-    T = rollout.mask_PGT.shape[-1]
     longest = int(jnp.max(rollout.mask_PGT.sum(-1)))
-    size = next(s for s in (-(-T * (i + 1) // buckets) for i in range(buckets)) if s >= longest)
+    return cut(rollout, next(s for s in lengths(rollout.mask_PGT.shape[-1], buckets) if s >= longest))
+
+
+def lengths(T: int, buckets: int) -> list[int]:
+    """The completion lengths that `trim` cuts to."""
+    return sorted({-(-T * (i + 1) // buckets) for i in range(buckets)})
+
+
+def cut(rollout: Rollout, size: int) -> Rollout:
+    """The first `size` tokens of every completion."""
     return rollout._replace(
         tokens_PGT=rollout.tokens_PGT[..., :size],
         mask_PGT=rollout.mask_PGT[..., :size],
@@ -91,9 +99,20 @@ def pack(rollout: Rollout, fractions: Sequence[float] = FRACTIONS) -> Rollout:
     return rollout._replace(places_PN=places_PN)
 
 
+def packings(rollout: Rollout) -> list[Rollout]:
+    """All that `pack` may make of a rollout of shapes, in shapes."""
+    P, *group = rollout.mask_PGT.shape
+    sizes = packed_sizes(math.prod(group))
+    return [rollout] + [rollout._replace(places_PN=jax.ShapeDtypeStruct((P, size), jnp.int32)) for size in sizes]
+
+
+def packed_sizes(places: int, fractions: Sequence[float] = FRACTIONS) -> list[int]:
+    """The numbers of tokens of a group of `places` that `pack` may list."""
+    return sorted({s for f in fractions if (s := math.ceil(places * f)) < places})
+
+
 def _packed_size(places: int, needed: int, fractions: Sequence[float]) -> int | None:
-    sizes = [math.ceil(places * f) for f in fractions]
-    return min((s for s in sizes if needed <= s < places), default=None)
+    return next((s for s in packed_sizes(places, fractions) if needed <= s), None)
 
 
 @partial(jax.jit, static_argnames=("model", "sampling", "with_entropy", "chunk"))
@@ -174,21 +193,44 @@ def leave_out_idle(objective: Objective, batch: Batch, sizes: Sequence[int], dev
     """
     if not idle_is_inert(objective):
         return batch
-    # As a partial it is one program for all calls, see `Devices`.
-    count = devices.whole_batch(partial(_busy_and_tokens), ("rows", "rows"), ("whole", "whole"))
-    busy, tokens = map(np.asarray, count(batch.samples.adv, batch.samples.mask_T))
-    fits = [s for s in sizes if s >= max(busy.sum(), 1) and s % devices.parts == 0]
-    size = min(fits, default=len(busy))
-    if size >= len(busy):
+    busy, tokens = map(np.asarray, _count(devices)(batch.samples.adv, batch.samples.mask_T))
+    fits = [s for s in _smaller(batch, sizes, devices) if s >= max(busy.sum(), 1)]
+    if not fits:
         return batch
+    size = min(fits)
     order = np.argsort(~busy, kind="stable")
     kept, left = np.sort(order[:size]), np.sort(order[size:])
     places = batch.rollout.places_PN
     packed = None if places is None else _packed_size(batch.samples.mask_T[0].size, tokens[kept].max(), FRACTIONS)
-    program = devices.whole_batch(
-        partial(_part_and_rest, objective, packed), ("rows", "whole", "whole"), ("rows", "whole")
-    )
-    part, rest = program(batch, kept, left)
+    return _part(objective, batch, kept, left, packed, devices)
+
+
+def without_idle(objective: Objective, batch: Batch, sizes: Sequence[int], devices: Devices) -> list[Batch]:
+    """All that `leave_out_idle` may make of a batch of shapes, itself included, in shapes (see `devices.listed`)."""
+    if not idle_is_inert(objective):
+        return [batch]
+    _count(devices)(batch.samples.adv, batch.samples.mask_T)
+    (P, *_), places = (mask := batch.samples.mask_T).shape, batch.rollout.places_PN
+    return [batch] + [
+        _part(objective, batch, np.arange(size), np.arange(P - size), packed, devices)
+        for size in _smaller(batch, sizes, devices)
+        for packed in ([None] if places is None else packed_sizes(math.prod(mask.shape[1:])))
+        if packed is None or packed <= places.shape[1]
+    ]
+
+
+def _smaller(batch: Batch, sizes: Sequence[int], devices: Devices) -> list[int]:
+    return [s for s in sizes if s < batch.samples.mask_T.shape[0] and s % devices.parts == 0]
+
+
+def _count(devices: Devices) -> Callable:
+    # As a partial it is one program for all calls, see `Devices`.
+    return devices.whole_batch(partial(_busy_and_tokens), ("rows", "rows"), ("whole", "whole"))
+
+
+def _part(objective: Objective, batch: Batch, kept, left, packed: int | None, devices: Devices) -> Batch:
+    program = partial(_part_and_rest, objective, packed)
+    part, rest = devices.whole_batch(program, ("rows", "whole", "whole"), ("rows", "whole"))(batch, kept, left)
     return part._replace(rest=rest)
 
 
@@ -277,6 +319,14 @@ class Told(NamedTuple):
     def at(self, rows: np.ndarray) -> "Told":
         """Of some of the prompts."""
         return Told(*([part[i] for i in rows] if isinstance(part, list) else part[rows] for part in self))
+
+
+def untold(rollout: Rollout, functions: int, held: np.ndarray) -> tuple[Rollout, Told]:
+    """What the host holds of a rollout of shapes and is told by so many rewards: nothing drawn, nothing scorable."""
+    drawn = jax.tree.map(lambda x: np.zeros((len(held), *x.shape[1:]), x.dtype), rollout)
+    (P, G, T), steps = rollout.mask_PGT.shape, [None] * functions
+    reward_PGN, mask_PGT = np.full((P, G, functions), np.nan), np.zeros((P, G, T), bool)
+    return drawn, Told(reward_PGN[..., 0], reward_PGN, [[steps] * G] * P, mask_PGT.any(-1), mask_PGT)
 
 
 def scored_together(judge: Callable[[], Scores], mine: Rollout, own: np.ndarray) -> Told:

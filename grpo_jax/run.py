@@ -23,7 +23,7 @@ from grpo_jax import checkpoint, loop, report
 from grpo_jax.checkpoint import Saved
 from grpo_jax.config import TINY, TrainConfig, load_config, tiny_config
 from grpo_jax.critic import Critic, policy_of, value_network
-from grpo_jax.devices import SINGLE, Devices, pmapped, sharded
+from grpo_jax.devices import SINGLE, Devices, Listed, listed, pmapped, sharded
 from grpo_jax.evaluate import Evaluation, evaluate
 from grpo_jax.models import LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
@@ -270,6 +270,7 @@ def _record(iteration: int, began: float) -> dict:
 
 def _iterate(config, parts: Parts, begun: Start, checkpoints, folder, screen: report.Screen, began: float) -> None:
     """The caller's `for` loop around `loop.train`: evaluate, log, save."""
+    ahead = partial(_compile, config, parts, screen, time.perf_counter()) if config.compile_ahead else None
     iterations = loop.train(
         parts.model, policy_of(parts.critic, begun.saved.state.params), parts.task, parts.tokenizer, parts.objective,
         parts.optimizer, steps=config.steps, prompts_per_step=config.prompts, group_size=config.group_size,
@@ -277,8 +278,8 @@ def _iterate(config, parts: Parts, begun: Start, checkpoints, folder, screen: re
         microbatches=config.microbatches, group_microbatches=config.group_microbatches, old_logp=config.old_logp,
         critic=parts.critic, length_buckets=config.length_buckets, on_error=config.on_error,
         pack_tokens=config.pack_tokens, skip_idle=config.skip_idle, compact=config.compact, seats=config.seats,
-        stale=config.stale, reference=begun.reference, update_reference=parts.update_reference, saved=begun.saved,
-        prompt_length=parts.prompt_length, devices=parts.devices,
+        stale=config.stale, compile_ahead=ahead, reference=begun.reference, update_reference=parts.update_reference,
+        saved=begun.saved, prompt_length=parts.prompt_length, devices=parts.devices,
     )  # fmt: skip
     with screen.phase("GRPO", config.steps, start=begun.iteration) as show:
         for saved, metrics in iterations:
@@ -297,6 +298,20 @@ def _iterate(config, parts: Parts, begun: Start, checkpoints, folder, screen: re
             shown = ("reward", "held_out", "no_signal", "length", "kl")
             numbers = {name: metrics[name] for name in shown if name in metrics}
             show(iteration, **numbers, tokens_per_second=timings["tokens_per_second"])
+
+
+def _compile(config: TrainConfig, parts: Parts, screen: report.Screen, began: float, programs: list[Listed]) -> None:
+    """Compiles what the iterations may run, and the evaluation among them where none was before."""
+    with listed() as found:
+        held_out(config, parts, jax.eval_shape(lambda: parts.params))
+    programs = [*programs, *found.values()]
+    with screen.phase("compiling", len(programs)) as show:
+        for done, program in enumerate(programs):
+            show(done, note=program.name)
+            program.compile()
+        show(len(programs))
+    seconds = time.perf_counter() - began
+    screen.console.print(f"{len(programs)} programs compiled ahead in {seconds:.1f} s", highlight=False)
 
 
 def spread(rows: list[dict], count: int) -> list[dict]:

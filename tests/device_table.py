@@ -18,7 +18,7 @@ from flax import nnx
 from nnx_toy import Averager
 from objective_batches import REQUIRED
 from toy import V as BYTES
-from toy import bigram, letters
+from toy import bigram, compilations, letters
 
 from grpo_jax import hlo
 from grpo_jax.config import TrainConfig
@@ -394,13 +394,45 @@ def gathering() -> dict:
     return row
 
 
+def ahead(layout: str) -> dict:
+    """Names of the programs that iterations compile: none that were compiled ahead, else those."""
+    model, devices, row = bigram(), devices_of(layout, axes=None), {"layout": layout}
+    half = lambda prompt, completion: 1.0 if prompt[0] in "abcd" else float(len(completion))
+    for name, compile_ahead in (
+        ("ahead", lambda programs: [program.compile() for program in programs]),
+        ("late", None),
+    ):
+        iterations = train(
+            model, model.init(jax.random.key(0)), letters(train_size=10)._replace(reward=half), ByteTokenizer(),
+            PRESETS["grpo"](beta=0.0), optax.sgd(0.1), steps=3, prompts_per_step=8, group_size=3, max_new_tokens=6,
+            length_buckets=2, microbatches=2, skip_idle=True, compile_ahead=compile_ahead, devices=devices,
+        )  # fmt: skip
+        with compilations() as names:
+            row[f"{name} loss"] = [metrics["loss"] for _, metrics in iterations]
+        # What runs by pmap is called "fun".
+        row[name] = sorted({name for name in names if name in ("generate", "assemble", "step", "part_and_rest", "fun")})
+    return row
+
+
+AHEAD = ("pmap 2", "data 2")
 RUNS = (("pmap 4", "ppo"), (MIXED, "ppo"), ("fsdp 4", "nnx"), ("pmap 2", "grpo"))
 
 
 def main() -> None:
     jax.config.update("jax_disable_most_optimizations", True)
     tell = lambda kind, row: print(json.dumps({"kind": kind} | row), flush=True)
-    wanted = sys.argv[1:] or ["refused", "moved", "gathering", "runs", "sampler", "wrong", "presets", "idle", "update"]
+    wanted = sys.argv[1:] or [
+        "refused",
+        "moved",
+        "gathering",
+        "runs",
+        "ahead",
+        "sampler",
+        "wrong",
+        "presets",
+        "idle",
+        "update",
+    ]
     if "refused" in wanted:
         tell("refused", refused())
     if "moved" in wanted:
@@ -410,6 +442,9 @@ def main() -> None:
     if "runs" in wanted:
         for layout, name in RUNS:
             tell("runs", whole_run(layout, name))
+    if "ahead" in wanted:
+        for layout in AHEAD:
+            tell("ahead", ahead(layout))
     if "sampler" in wanted:
         for name, layout, decode in SAMPLED:
             tell("sampler", sampled(name, layout, decode))

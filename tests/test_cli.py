@@ -94,6 +94,7 @@ GIVEN = {
     "compact": ("3", 3),
     "seats": ("2", 2),
     "stale": ("2", 2),
+    "compile_ahead": ((), True),
     "remat": ("dots", "dots"),
     "mesh": ("data=2,fsdp=4", "data=2,fsdp=4"),
     "pmap": ("2", 2),

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from device_table import IDLE, LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, ROWS, RUNS, SAMPLED, WRONG
+from device_table import AHEAD, IDLE, LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, ROWS, RUNS, SAMPLED, WRONG
 
 from grpo_jax.objectives import PRESETS
 
@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 def table():
     """The rows, by kind."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(HERE)}
-    halves = ["update", "refused"], ["moved", "gathering", "runs", "sampler", "wrong", "presets", "idle"]
+    halves = ["update", "refused", "ahead"], ["moved", "gathering", "runs", "sampler", "wrong", "presets", "idle"]
     programs = [
         subprocess.Popen(
             [sys.executable, HERE / "device_table.py", *kinds], env=environment, cwd=HERE.parent,
@@ -148,3 +148,12 @@ def test_each_layer_is_gathered_twice_and_its_gradient_summed_once(table):
     assert layers <= whole["all-reduce"] + whole["reduce-scatter"] < 1.01 * layers
     assert whole["all-to-all"] == whole["collective-permute"] == 0
     assert sum(stated.values()) > 5 * sum(whole.values())
+
+
+@pytest.mark.parametrize("layout", AHEAD)
+def test_no_iteration_compiles_what_was_compiled_ahead(table, layout):
+    """Law: also by pmap and over a mesh; and the numbers stay."""
+    (row,) = (row for row in table["ahead"] if row["layout"] == layout)
+    assert row["ahead"] == []
+    assert row["late"] == ["assemble", *(["fun", "part_and_rest"] if "pmap" in layout else ["part_and_rest", "step"])]
+    assert row["ahead loss"] == row["late loss"]

@@ -66,7 +66,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def started(params):
-    """`train` with the settings of these tests, `options` in their place; nothing runs before it is iterated."""
+    """`train` with the settings of these tests, `options` in their place; nothing is sampled before it is iterated."""
 
     def start(objective=PLAIN, optimizer=SGD, task=TASK, **options):
         sizes = {"prompts_per_step": P, "group_size": G, "max_new_tokens": T, "length_buckets": BUCKETS, "seed": 5}
