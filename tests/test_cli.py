@@ -259,7 +259,7 @@ def test_help_has_every_option_its_description_and_its_default(name, command, ca
             continue
         default = re.escape("" if field.default == () else str(field.default))
         # The flag, what kind of value it takes, and a description up to the first default that follows.
-        entry = rf"{flag(field.name)}(?:, --no-json| [{{\[A-Z]\S*) (?:(?!\(default:).){{12,}} \(default: {default}\)"
+        entry = rf"{flag(field.name)}(?:, --no-[a-z-]+| [{{\[A-Z]\S*) (?:(?!\(default:).){{12,}} \(default: {default}\)"
         assert re.search(entry, text), f"{entry} in {text}"
 
 
