@@ -64,8 +64,8 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "length_buckets": 2,
         "pack_tokens": True,
         "skip_idle": True,
-        "compact": 2,
-        "remat": "layer",
+        "compact": 3,
+        "remat": "auto",
         "microbatches": 1,
     },
 }
@@ -113,7 +113,7 @@ class TrainConfig:
     ] = None
     skip_idle: Annotated[bool | None, by_model("skip_idle", "Leave out groups that have no gradient, exactly.")] = None
     compact: Annotated[
-        int | None, by_model("compact", "How often sampling may halve its batch as completions stop.")
+        int | None, by_model("compact", "In how many steps sampling may shrink its batch as completions stop.")
     ] = None
     seats: int | None = None
     """Completions of a prompt that are sampled at once; the others wait for the seat of one that ends; None: all."""
@@ -123,7 +123,11 @@ class TrainConfig:
     """Compile every program that the iterations may need before the first one, so that none waits for the compiler."""
     remat: Annotated[
         str | None,
-        by_model("remat", "What a layer keeps for the backward pass: layer (least), attention, dots or none (all)."),
+        by_model(
+            "remat",
+            "What a layer keeps for the backward pass: layer (least), attention, dots or none (all); auto: dots where "
+            "memory allows it, else layer.",
+        ),
     ] = None
     temperature: float = 1.0
     """Divides the logits, in sampling and in training."""
@@ -210,7 +214,7 @@ class TrainConfig:
         choose("objective", self.objective, PRESETS)
         choose("dtype", self.dtype, ("float32", "bfloat16", "float16"))
         choose("schedule", self.schedule or "constant", SCHEDULES)
-        choose("remat", self.remat or "none", REMAT)
+        choose("remat", self.remat or "auto", ("auto", *REMAT))
         choose("old-logp", self.old_logp, OLD_LOGP)
         choose("on-error", self.on_error, ON_ERROR)
         keyword_arguments(TASKS[self.task], self.task_args, "task-args")

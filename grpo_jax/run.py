@@ -25,7 +25,7 @@ from grpo_jax.config import TINY, TrainConfig, load_config, tiny_config
 from grpo_jax.critic import Critic, policy_of, value_network
 from grpo_jax.devices import SINGLE, Devices, Listed, listed, pmapped, sharded
 from grpo_jax.evaluate import Evaluation, evaluate
-from grpo_jax.models import LanguageModel, decoder, load_pretrained
+from grpo_jax.models import LanguageModel, decoder, load_pretrained, remat_that_fits
 from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
 from grpo_jax.parallel import make_mesh, mesh_sizes
 from grpo_jax.processes import leader, together
@@ -62,10 +62,10 @@ def build(config: TrainConfig) -> Parts:
     tokenizer = load_tokenizer("bytes" if config.model == TINY else config.model)
     with on_host(config.mesh is not None):
         if config.model == TINY:
-            model = decoder(tiny_config(tokenizer.vocab_size, config.dtype), remat=config.remat, scan=False)
+            model = decoder(tiny_config(tokenizer.vocab_size, config.dtype), scan=False)
             params = jax.jit(model.init)(jax.random.key(config.seed))
         else:
-            model, params = load_pretrained(config.model, dtype=config.dtype, remat=config.remat)
+            model, params = load_pretrained(config.model, dtype=config.dtype)
     updates = config.steps * config.epochs
     optimizer = adamw(
         config.learning_rate,
@@ -85,6 +85,7 @@ def build(config: TrainConfig) -> Parts:
             f"{limit} positions"
         )
     rule, devices = reference_rule(config), devices_of(config, model)
+    model = decoder(model.config, remat=remat_of(config, model, params, length, devices), scan=config.model != TINY)
     model = devices.for_training(model)
     critic = value_network(model) if "value_T" in reads(objective) else None
     return Parts(model, params, tokenizer, task, objective, optimizer, critic, rule, length, devices)
@@ -116,6 +117,30 @@ def devices_of(config: TrainConfig, model: LanguageModel) -> Devices:
     if jax.process_count() > 1:
         raise ValueError(f"{jax.process_count()} processes train over a mesh: --mesh data={jax.device_count()}")
     return SINGLE
+
+
+def remat_of(config: TrainConfig, model: LanguageModel, params: Params, length: int, devices: Devices) -> str:
+    """What a layer keeps for its backward pass: as the configuration says, or by the memory of a device."""
+    if config.remat != "auto":
+        return config.remat
+    prompts = config.prompts // (devices.parts * config.microbatches)
+    tokens = prompts * (length + config.group_size // config.group_microbatches * config.max_new_tokens)
+    sizes = {} if config.mesh is None else mesh_sizes(config.mesh)
+    return remat_that_fits(
+        model.config, tokens, room_for_training(params, sizes.get("fsdp", 1) * sizes.get("tensor", 1))
+    )
+
+
+def room_for_training(params: Params, parts: int = 1) -> int:
+    """Bytes of a device that a backward pass may fill with what the forward pass keeps.
+
+    That is half of what is left beside a device's part of the weights, of two moments, of a reference and of a float32
+    gradient, if they are spread over so many `parts`.
+    """
+    stats = jax.local_devices()[0].memory_stats() or {}  # processors' cores share the memory of the host
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    held = sum(4 * x.nbytes + 4 * x.size for x in jax.tree.leaves(params)) // parts
+    return (stats.get("bytes_limit", host) - held) // 2
 
 
 def reference_rule(config: TrainConfig) -> Callable | None:

@@ -217,7 +217,7 @@ def test_json_tables_and_ratios():
     results = {
         "T1": {
             "grpo_jax": [result(1.0, temp_bytes=10**6), result(3.0, temp_bytes=10**6), result(2.0, temp_bytes=10**6)],
-            "grpo_jax_dots": [result(1.0, temp_bytes=2 * 10**6)],
+            "grpo_jax_layer": [result(1.0, temp_bytes=2 * 10**6)],
             "trl": [result(8.0)],
             "tunix": [result(6.0, temp_bytes=5 * 10**6)],
             "transformers": [{"failed": "out of memory"}],
@@ -232,15 +232,15 @@ def test_json_tables_and_ratios():
     found = json.loads(report.json())
     assert set(found) == {"machine", "workloads"}
     assert list(found["workloads"]) == ["T1"]
-    assert list(found["workloads"]["T1"]) == ["grpo_jax", "grpo_jax_dots", "trl", "tunix"]
+    assert list(found["workloads"]["T1"]) == ["grpo_jax", "grpo_jax_layer", "trl", "tunix"]
     assert all(set(row) == set(FIELDS) for row in found["workloads"]["T1"].values())
     assert found["workloads"]["T1"]["grpo_jax"]["step_s"] == 2.0
     assert found["workloads"]["T1"]["trl"]["temp_bytes"] is None
     assert ratios(report.rows["T1"]) == {
         "grpo_jax against faster of TRL and Tunix": pytest.approx(dict.fromkeys(STAGES, 3)),
         "grpo_jax against temporaries of Tunix": {"train": 5.0},
-        "grpo_jax_dots against faster of TRL and Tunix": pytest.approx(dict.fromkeys(STAGES, 6)),
-        "grpo_jax_dots against temporaries of Tunix": {"train": 2.5},
+        "grpo_jax_layer against faster of TRL and Tunix": pytest.approx(dict.fromkeys(STAGES, 6)),
+        "grpo_jax_layer against temporaries of Tunix": {"train": 2.5},
     }
     ours = report.cells("T1")[0]
     work = report.work["T1"]
@@ -276,7 +276,7 @@ def test_a_peer_that_is_not_installed_is_left_out_and_said_so(folder, tmp_path):
         peers="tunix", tunix_python=str(tmp_path / "none"), weights=str(folder), shape="tiny", out=str(tmp_path)
     )
     plan, versions, notes = program.make_plan(options)
-    assert plan.contestants == ("machine_jax", "grpo_jax", "grpo_jax_dots")
+    assert plan.contestants == ("machine_jax", "grpo_jax", "grpo_jax_layer")
     assert "jax" in versions
     assert any("tunix is left out" in note for note in notes)
 
@@ -318,9 +318,9 @@ def test_peers_take_the_same_first_step(measured, peer, workload):
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["stages"].values())
 
 
-def test_the_second_row_keeps_more_and_computes_the_same(measured):
-    (less, ours), (more, second) = measured("grpo_jax", "T4"), measured("grpo_jax_dots", "T4")
-    agreement.check("T4", "grpo_jax_dots", ours, second)
+def test_the_second_row_keeps_less_and_computes_the_same(measured):
+    (more, ours), (less, second) = measured("grpo_jax", "T4"), measured("grpo_jax_layer", "T4")
+    agreement.check("T4", "grpo_jax_layer", ours, second)
     assert more["temp_bytes"] != less["temp_bytes"]
 
 
@@ -361,7 +361,7 @@ def test_the_program(tmp_path, folder):
     )  # fmt: skip
     program.main(options)
     found = json.loads((tmp_path / "a.json").read_text())
-    assert set(found["workloads"]["T4"]) == {"grpo_jax", "grpo_jax_dots"}
+    assert set(found["workloads"]["T4"]) == {"grpo_jax", "grpo_jax_layer"}
     assert set(found["workloads"]["T4"]["grpo_jax"]) == set(FIELDS)
     assert all(found["workloads"]["T4"]["grpo_jax"][name] > 0 for name in FIELDS if name != "compile_s")
     assert found["machine"]["matrix_flops"] > 0

@@ -98,7 +98,7 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
             continue
         pythons[name] = python
         found |= {package: version for package, version in has.items() if package not in found}
-    contestants = ["grpo_jax", "grpo_jax_dots", *(name for name in pythons if name != "grpo_jax")]
+    contestants = ["grpo_jax", "grpo_jax_layer", *(name for name in pythons if name != "grpo_jax")]
     if dtype == "float32" and kind == "cpu" and {"trl", "transformers"} & set(pythons):
         if driver.has_fast_bf16():
             contestants += [f"{name}_bf16" for name in ("transformers", "trl") if name in pythons]

@@ -65,7 +65,7 @@ def shares(row: dict, work: dict[str, float], rates: dict[str, float], width: in
 def ratios(rows: dict[str, dict]) -> dict[str, dict[str, float]]:
     """How many times longer (or larger) the faster of TRL and Tunix is, and the PyTorch loop, than our rows."""
     found = {}
-    for name in ("grpo_jax", "grpo_jax_dots"):
+    for name in ("grpo_jax", "grpo_jax_layer"):
         for ours in _present(rows, name):
             found |= {f"{name} against {title}": values for title, values in _ratios(rows, ours).items()}
     return found

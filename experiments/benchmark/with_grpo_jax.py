@@ -8,9 +8,10 @@ import numpy as np
 import optax
 
 from grpo_jax.loop import copy
-from grpo_jax.models import LanguageModel, load_pretrained
+from grpo_jax.models import LanguageModel, decoder, load_pretrained, remat_that_fits
 from grpo_jax.objectives import grpo
 from grpo_jax.rollout import assemble, leave_out_idle, pack, score, trim
+from grpo_jax.run import room_for_training
 from grpo_jax.sampler import generate
 from grpo_jax.train_step import adamw, init_state, make_train_step
 from grpo_jax.types import Batch, Prompts, Rollout
@@ -26,8 +27,11 @@ def build(spec: SimpleNamespace, inputs: dict) -> "GrpoJax":
 class GrpoJax:
     def __init__(self, spec, inputs):
         self.spec, self.inputs, work = spec, inputs, spec.workload
-        remat = "dots" if spec.contestant.endswith("_dots") else "layer"
-        self.model, params = load_pretrained(spec.folder, dtype=spec.dtype, remat=remat)
+        self.model, params = load_pretrained(spec.folder, dtype=spec.dtype)
+        if not spec.contestant.endswith("_layer"):  # the default of `grpo-jax train`: by memory
+            tokens = work.prompts // work.microbatches * (work.prompt_length + work.group_size * work.max_new_tokens)
+            remat = remat_that_fits(self.model.config, tokens, room_for_training(params))
+            self.model = decoder(self.model.config, remat=remat)
         self.objective = grpo(low=0.2, high=0.2, beta=work.beta)
         self.prompts = Prompts(jnp.asarray(inputs["prompt_PS"]), jnp.ones(inputs["prompt_PS"].shape, bool))
         self.sampler = force_lengths(self.model, inputs["length_PG"], spec.stop_id) if work.ragged else self.model

@@ -20,8 +20,8 @@ SHAPES: dict[str, dict[str, int | float]] = {
         "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64, "rope_theta": 1000000.0,
     },
 }  # fmt: skip
-# What marks second rows: PyTorch in bfloat16, grpo_jax with products kept for the backward pass.
-SECOND_ROWS = ("_bf16", "_dots")
+# What marks second rows: PyTorch in bfloat16, grpo_jax with the least memory.
+SECOND_ROWS = ("_bf16", "_layer")
 RESERVED = 3  # ids below it (padding and the stop token among them) stand in no prompt
 
 

@@ -1,22 +1,14 @@
 """Softmax attention over several sets of keys, and rows that move between a packed and a padded layout."""
 
-from functools import partial, reduce
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.models.products import einsum32
 from grpo_jax.types import Array
 
 MASKED = -1e30  # a finite score: a row without any key gives a finite, unused output instead of NaN
-
-
-def einsum32(spec: str, x: Array, y: Array) -> Array:
-    """`einsum` of any dtype, summed in float32. XLA's CPU back end lacks some bfloat16 products: there, of float32."""
-    product = partial(jnp.einsum, spec, preferred_element_type=jnp.float32)
-    if x.dtype == y.dtype == jnp.float32:
-        return product(x, y)
-    upcast = lambda x, y: product(x.astype(jnp.float32), y.astype(jnp.float32))
-    return jax.lax.platform_dependent(x, y, cpu=upcast, default=product)
 
 
 @jax.custom_vjp

@@ -21,10 +21,10 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_batching import custom_vmap
 
-from grpo_jax.models.attention import attend_causal, attend_one, einsum32, take_rows
+from grpo_jax.models.attention import attend_causal, attend_one, take_rows
 from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.models.products import einsum32, few_rows, widen
 from grpo_jax.types import Array, Params
 
 MATRIX = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -124,52 +124,6 @@ def rotate(x_THd: Array, turns_2T12f: Array) -> Array:
     return (x * cos + x[..., ::-1, :] * sin).reshape(x_THd.shape).astype(x_THd.dtype)
 
 
-@jax.custom_vjp
-def widen(x_TD: Array, w_DF: Array) -> Array:
-    """`x @ w` for D < F. Its gradient for w is written as `xᵀ g`: the product transposes x, the smaller of the two.
-
-    JAX's own `(gᵀ x)ᵀ` makes XLA's CPU back end compute g, with all that is fused into it, along its long side.
-    Forward-mode differentiation stops here: JAX has none of a `custom_vjp`.
-    """
-    return x_TD @ w_DF
-
-
-def _widen_forward(x_TD, w_DF):
-    return x_TD @ w_DF, (x_TD, w_DF)  # not `widen` again: a remat policy sees products, not what is in a custom_vjp
-
-
-def _widen_backward(kept, g_TF):
-    x_TD, w_DF = kept
-    return g_TF @ w_DF.T, jax.lax.dot_general(x_TD, g_TF, (((0,), (0,)), ((), ())))
-
-
-widen.defvjp(_widen_forward, _widen_backward)
-
-
-@custom_vmap
-def few_rows(x_ND: Array, w_FD: Array) -> Array:
-    """`x @ wᵀ` in float32 where x has few rows, as decoding has; under `vmap` the rows of all sequences at once.
-
-    On CPUs as `(w xᵀ)ᵀ`: of all forms of this product the fastest there, at 32 rows by a quarter. The barriers keep XLA
-    from turning it back into another one.
-    """
-
-    def columns(x_ND, w_FD):
-        barrier = jax.lax.optimization_barrier
-        return barrier(einsum32("fd,dn->fn", w_FD, barrier(x_ND.T))).T
-
-    rows = partial(einsum32, "nd,fd->nf")
-    return jax.lax.platform_dependent(x_ND, w_FD, cpu=columns, default=rows)
-
-
-@few_rows.def_vmap
-def _few_rows_of_all(axis_size, batched, x_BND, w_FD):
-    if batched != [True, False]:
-        raise NotImplementedError("few_rows is mapped over its rows alone")
-    B, N, D = x_BND.shape
-    return few_rows(x_BND.reshape(B * N, D), w_FD).reshape(B, N, -1), True
-
-
 class Block(nn.Module):
     """One pre-norm layer. `attention(q_KThd, k_KTd, v_KTd) -> (out_KThd, kept)` decides what the queries see.
 
@@ -213,6 +167,18 @@ REMAT = {
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "none": None,
 }
+
+
+def remat_that_fits(config: DecoderConfig, tokens: int, room: int) -> str:
+    """The policy for updates that compute `tokens` tokens at once on a device with `room` bytes to spare.
+
+    "dots", which takes a tenth off an update of SmolLM2-135M on CPUs, if what it keeps fits: the outputs of a layer's
+    seven products, L · tokens · (2D + 2F + (H + 2K) d) numbers. Else "layer".
+    """
+    c = config
+    width = 2 * (c.hidden_size + c.intermediate_size) + (c.num_attention_heads + 2 * c.num_key_value_heads) * c.head_dim
+    kept = c.num_hidden_layers * tokens * width * jnp.dtype(c.dtype).itemsize
+    return "dots" if kept <= room else "layer"
 
 
 AXES = (

@@ -13,7 +13,7 @@ from conftest import TINY
 from grpo_jax import hlo
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.models.attention import attend, attend_causal
-from grpo_jax.models.decoder import rope_frequencies, widen
+from grpo_jax.models.decoder import remat_that_fits, rope_frequencies
 
 VARIANTS = {
     "plain": TINY,
@@ -142,14 +142,13 @@ def test_a_prompt_and_its_group_together_equal_one_after_another():
     np.testing.assert_allclose(packed[1][1, :5], expected[1][places[:5]], atol=1e-5)
 
 
-def test_a_widening_product_has_the_gradient_of_a_product():
-    """With the smaller operand transposed: a program of its gradient for w holds no transpose of the wide one."""
-    x, w = jax.random.normal(jax.random.key(0), (5, 3)), jax.random.normal(jax.random.key(1), (3, 7))
-    loss = lambda product: lambda x, w: jnp.sin(product(x, w)).sum()
-    got, wanted = (jax.grad(loss(f), argnums=(0, 1))(x, w) for f in (widen, jnp.matmul))
-    chex.assert_trees_all_close(got, wanted, rtol=1e-6)
-    dots = [e for e in jax.make_jaxpr(jax.grad(loss(widen), argnums=1))(x, w).eqns if e.primitive.name == "dot_general"]
-    assert dots[-1].outvars[0].aval.shape == (3, 7)
+def test_remat_by_memory_counts_what_is_kept():
+    """L · tokens · (2D + 2F + (H + 2K) d) numbers: a byte less of room, and less is kept."""
+    wide = dataclasses.replace(TINY, hidden_size=24, intermediate_size=40, num_attention_heads=4, head_dim=8)
+    kept = wide.num_hidden_layers * 10 * (2 * 24 + 2 * 40 + (4 + 2 * wide.num_key_value_heads) * 8) * 4
+    assert remat_that_fits(wide, 10, kept) == "dots"
+    assert remat_that_fits(wide, 10, kept - 1) == "layer"
+    assert remat_that_fits(dataclasses.replace(wide, dtype="bfloat16"), 20, kept) == "dots"
 
 
 @pytest.mark.parametrize("options", [{"remat": "none"}, {"remat": "attention"}, {"remat": "dots"}, {"scan": False}])
