@@ -25,16 +25,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
+from grpo_jax.models.fused import AXES as AXES_OF_ATTENTION
+from grpo_jax.models.fused import attend_together
+from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.parallel import (
     DECODE_RULES,
     RULES,
     batch_shardings,
+    divides,
     gather,
     make_mesh,
     moved_bytes,
     param_shardings,
     prompt_parts,
     replicated,
+    spread,
 )
 
 AXIS = "devices"  # the mapped axis of pmap
@@ -52,7 +57,7 @@ class Devices(NamedTuple):
     fetch(tree)              -> tree       the rows that this process holds, as NumPy arrays
     for_decoding(params)     -> params     from the layout of training to the sampler's
     moved_bytes(params)      -> int        what the busiest device receives in that
-    for_training(model)      -> model      one that gathers the weights of a layer when it is computed
+    for_training(model)      -> model      one that gathers the weights of a layer when it is computed; see `_fused`
     per_prompt(function, inputs, outputs, donate=())   -> program   of a function that treats prompts one by one
     whole_batch(function, inputs, outputs, donate=())  -> program   of a function that sees all prompts at once
     ```
@@ -163,7 +168,7 @@ def _single() -> Devices:
         fetch=lambda tree: jax.tree.map(np.asarray, tree),
         for_decoding=_same,
         moved_bytes=lambda params: 0,
-        for_training=_same,
+        for_training=lambda model: _fused(model, jax.default_backend(), attend_together),
         per_prompt=program,
         whole_batch=program,
     )
@@ -171,6 +176,16 @@ def _single() -> Devices:
 
 def _same(tree: Any) -> Any:
     return tree
+
+
+def _fused(model: LanguageModel, platform: str, attention: Callable) -> LanguageModel:
+    """The model with the fused attention of training, on TPUs.
+
+    GPUs keep the attention of einsums: cuDNN's (`jax.nn.dot_product_attention`) has no mask by parts that skips blocks,
+    and attention in two parts that are merged by their log-sum-exp would get wrong gradients from it: its backward rule
+    drops the cotangent of the log-sum-exp that it returns.
+    """
+    return model.with_attention(attention) if platform == "tpu" and model.with_attention else model
 
 
 SINGLE = _single()
@@ -221,6 +236,12 @@ def sharded(mesh: Mesh, axes: Axes = None, decode: str = "gather") -> Devices:
 
         return jax.tree.map(one, tree)
 
+    def for_training(model: LanguageModel) -> LanguageModel:
+        # Its key heads are spread over tensor: where they do not divide, XLA splits the attention of einsums.
+        if model.with_attention and divides(mesh, "kv", model.config.num_key_value_heads):
+            model = _fused(model, mesh.devices.flat[0].platform, spread(mesh, attend_together, AXES_OF_ATTENTION))
+        return model.with_gather(gather(mesh)) if model.with_gather else model
+
     made: dict = {}
 
     def program(function: Callable, inputs: tuple, outputs: Any, donate: tuple = ()) -> Callable:
@@ -252,7 +273,7 @@ def sharded(mesh: Mesh, axes: Axes = None, decode: str = "gather") -> Devices:
         fetch=lambda tree: jax.tree.map(_local, tree),
         for_decoding=lambda params: jax.tree.map(_place, put("state", params), layout("decode", params)),
         moved_bytes=lambda params: moved_bytes(mesh, axes, params, decode),
-        for_training=lambda model: model.with_gather(gather(mesh)) if model.with_gather else model,
+        for_training=for_training,
         per_prompt=program,
         whole_batch=program,
     )

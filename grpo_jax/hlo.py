@@ -26,6 +26,9 @@ FREE = {
 }  # fmt: skip
 SLICES = {"dynamic-slice", "slice", "gather"}
 DTYPE_BYTES = {"pred": 1, "token": 0, "opaque": 0, "s2": 0.25, "u2": 0.25, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5}
+# A fused attention computes so many products over its blocks of scores; the FLOPs of one are in its scope's name.
+KERNELS = {"fwd": 2, "dq": 3, "dkv": 4}
+PRODUCTS = re.compile(r'op_name="[^"]*product_flops_(\d+)[^"]*splash_mha_([a-z]+)_')
 ARRAY = re.compile(r"\b([a-z]+\d*[a-z\d]*)\[([\d,<=\s]*)\](\{[^}]*\})?")
 NAME = re.compile(r"%([\w.\-]+)")
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
@@ -124,7 +127,7 @@ def parse(text: str) -> Module:
     computations, entry, name = {}, None, None
     instructions: dict[str, Instruction] = {}
     root = ""
-    for line in text.splitlines():
+    for line in re.sub(r"kernel_metadata=\{\n.*\n\}", "kernel_metadata={}", text).splitlines():
         if name is None:
             if found := HEADER.match(line):
                 name, instructions, root = found[2], {}, ""
@@ -336,6 +339,8 @@ def _flops(module: Module, computation: Computation, instruction: Instruction) -
         lhs = _dims(computation, instruction.operands[0])
         summed = [lhs[int(axis)] for axis in contracted[1].split(",")] if contracted and contracted[1] else []
         return 2.0 * float(np.prod(arrays(instruction.shape)[0][1])) * float(np.prod(summed))
+    if instruction.op == "custom-call" and (found := PRODUCTS.search(instruction.attributes)):
+        return KERNELS.get(found[2], 0) * float(found[1])
     if instruction.op == "convolution":
         return _convolution_flops(computation, instruction)
     inner = (module.computations[name] for name in instruction.called("calls") if instruction.op == "fusion")

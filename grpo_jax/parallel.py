@@ -10,7 +10,7 @@ it through. Left out on purpose: pipelines and sequence parallelism.
 
 import math
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -32,6 +32,7 @@ RULES: dict[str, str | tuple[str, ...] | None] = {
     "embed": "fsdp",
     "layers": None,
     "norm": None,
+    "whole": None,
     "unknown": "fsdp",  # the largest axis of an array whose axes have no names
 }
 # How the sampler holds the parameters. It reads all of them for every token, so none should cross devices then.
@@ -167,6 +168,27 @@ def gather(mesh: Mesh) -> Callable[[str, Array], Array]:
         return jax.lax.with_sharding_constraint(x, array_sharding(mesh, x.shape, names, rules))
 
     return whole
+
+
+@lru_cache(maxsize=16)
+def spread(mesh: Mesh, function: Callable, names: tuple[str, ...]) -> Callable:
+    """`function` on each device's part of its arguments, whose axes have these names; its result lies as the first.
+
+    For kernels, which XLA cannot split. Parts must not depend on one another.
+    """
+
+    def run(*args: Array, **options: Any) -> Array:
+        specs = tuple(array_sharding(mesh, x.shape, axes).spec for axes, x in zip(names, args, strict=True))
+        local = partial(function, **options)
+        # A kernel does not say over which axes its results vary, which the check asks for.
+        return jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)(*args)
+
+    return run
+
+
+def divides(mesh: Mesh, name: str, length: int) -> bool:
+    """Whether an axis of that name and length is spread evenly."""
+    return length % _ways(mesh, RULES[name]) == 0
 
 
 def batch_shardings(mesh: Mesh, batch: Any, rules: dict = RULES) -> Any:

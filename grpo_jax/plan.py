@@ -27,6 +27,7 @@ from jax.sharding import Mesh
 from grpo_jax import hlo
 from grpo_jax.config import at_least, choose, keyword_arguments
 from grpo_jax.critic import policy_of, value_network, with_critic
+from grpo_jax.devices import sharded
 from grpo_jax.loop import takes_several
 from grpo_jax.models import DecoderConfig, LanguageModel, decoder
 from grpo_jax.models.decoder import REMAT
@@ -35,7 +36,6 @@ from grpo_jax.objectives import PRESETS, reads
 from grpo_jax.parallel import (
     DECODE_RULES,
     batch_shardings,
-    gather,
     make_mesh,
     mesh_sizes,
     param_shardings,
@@ -251,7 +251,7 @@ class Shapes(NamedTuple):
     @classmethod
     def of(cls, config: PlanConfig, model: LanguageModel, mesh: Mesh) -> "Shapes":
         objective = PRESETS[config.objective](**keyword_arguments(PRESETS[config.objective], config.objective_args, ""))
-        fields, model = reads(objective), model.with_gather(gather(mesh))
+        fields, model = reads(objective), sharded(mesh, model.axes).for_training(model)
         critic = value_network(model) if "value_T" in fields else None
         optimizer = adamw(1e-6, steps=1000)
         key = jax.random.key(0)

@@ -69,6 +69,26 @@ def test_a_loop_multiplies_what_is_inside_it():
     assert reduce == hlo.Collective("all-reduce", 1, 4 * 8 * 4, (0, 2))
 
 
+KERNEL = """HloModule jit_attention
+
+ENTRY %main (x: f32[4,8]) -> f32[4,8] {
+  %x = f32[4,8]{1,0} parameter(0)
+  %splash_mha_dq_segmented.1 = f32[4,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call", \
+frontend_attributes={kernel_metadata={
+"xprof_metadata":"{\\"block_q\\": 128}"
+}}, metadata={op_name="jit(f)/transpose(jvp(product_flops_1000))/vmap()/splash_mha_dq_segmented/pallas_call"}
+  ROOT %y = f32[4,8]{1,0} add(%splash_mha_dq_segmented.1, %x)
+}
+"""
+
+
+def test_an_attention_kernel_tells_its_flops_by_its_name():
+    """Three products: scores, their gradient and that of q. And its attributes may take several lines."""
+    assert hlo.count(KERNEL).flops == 3000
+    assert hlo.count(KERNEL.replace("product_flops_", "")).flops == 0
+    assert hlo.count(KERNEL).bytes == (2 + 3) * 4 * 8 * 4
+
+
 def test_bytes_are_of_slices_and_leave_out_memory_on_the_chip():
     counts = hlo.count(LOOPS)
     layer, x, y = 8 * 16 * 4, 4 * 8 * 4, 4 * 16 * 4

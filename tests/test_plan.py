@@ -8,11 +8,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
 from grpo_jax import cli, hlo, plan
+from grpo_jax.devices import sharded
+from grpo_jax.models import decoder
+from grpo_jax.models.fused import AXES, attend_together
 from grpo_jax.models.hub import config_to_hf
+from grpo_jax.parallel import array_sharding, gather, make_mesh, spread
 from grpo_jax.plan import Plan, PlanConfig, Program, make_plan, model_config, overflow
 from grpo_jax.plan_report import figures, show, suggestions
 from grpo_jax.topology import Roofline, parse_topology
@@ -236,7 +241,9 @@ def test_a_small_model_for_four_chips(folder, capsys, optimized):
     c, tokens = SMALL, 16 + 2 * 16
     layer = 2 * c.hidden_size * 64 * (8 + 4) + 3 * c.hidden_size * c.intermediate_size
     once = 2 * (tokens * 2 * layer + 2 * 16 * c.hidden_size * c.vocab_size)
-    assert 3 * once < told["flops"] < 4.2 * once
+    # And attention computes whole blocks of its 128 rows: two products forward, twice, and seven backward.
+    blocks = c.num_hidden_layers * c.num_attention_heads * (2 + 2 + 7) * 2 * 128**2 * 64
+    assert 3 * once < told["flops"] - blocks < 4.2 * once
     # What the sampler needs of the state stays in memory beside it, and the reference too.
     assert told["programs"]["sampler"]["resident_bytes"] == pytest.approx(state * 4 / 3, rel=0.02)
 
@@ -254,6 +261,33 @@ def test_parameters_are_gathered_layer_by_layer_and_gradients_scattered(folder, 
         assert max(c.bytes for c in program.counts.collectives if c.kind == "all-gather") < layer / 2
         assert moved("reduce-scatter") == layer  # gradients
         assert moved("all-reduce") < layer / 100  # and no activations
+
+
+@libtpu
+def test_training_attends_by_kernels_on_each_chip(optimized):
+    """On TPUs, where the key heads can be spread and the model does not refuse; and their FLOPs are counted."""
+    mesh, whole = (make_mesh(**sizes, devices=plan.devices_of(parse_topology("v5e:2x2"))) for sizes in (
+        {"data": 2, "tensor": 2}, {"tensor": 4},
+    ))  # fmt: skip
+    chosen = lambda model, mesh: sharded(mesh, model.axes).for_training(model)
+    attention, model, narrow = (
+        spread(mesh, attend_together, AXES),
+        decoder(SMALL),
+        replace(SMALL, num_key_value_heads=2),
+    )
+    assert chosen(model, mesh) is model.with_attention(attention).with_gather(gather(mesh))
+    for plain, on in ((decoder(SMALL, attention="einsum"), mesh), (decoder(narrow), whole)):
+        assert chosen(plain, on) is plain.with_gather(gather(on))
+
+    K, P, S, G, T, h, d = 4, 2, 64, 2, 160, 2, 64  # R = 384: of 3 × 3 blocks the upper three are empty
+    array = lambda names, *shape: jax.ShapeDtypeStruct(shape, "float32", sharding=array_sharding(mesh, shape, names))
+    shapes = (K, P, S + G * T, h, d), (K, P, S + G * T, d), (K, P, S + G * T, d), (P, S)
+    *qkv, mask = (array(names, *shape) for names, shape in zip(AXES, shapes, strict=True))
+    loss = lambda *args: jnp.square(attention(*args[:3], args[3] > 0, T=T)).sum()
+    program = jax.jit(jax.grad(loss, argnums=(0, 1, 2))).trace(*qkv, mask).lower(lowering_platforms=("tpu",)).compile()
+    counts = hlo.count(program.as_text())
+    assert all(c.kind == "all-reduce" and c.bytes <= 4 for c in counts.collectives)  # of the loss, at most
+    assert counts.flops == (2 + 3 + 4) * 2 * 6 * 128**2 * d * (P // 2) * (K // 2) * h
 
 
 @libtpu

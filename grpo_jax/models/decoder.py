@@ -205,7 +205,12 @@ NAMES = dict(AXES)
     maxsize=64
 )  # equal configurations give one model, hence one compilation of what takes it as a static argument
 def decoder(
-    config: DecoderConfig, *, remat: str = "layer", scan: bool = True, gather: Callable | None = None
+    config: DecoderConfig,
+    *,
+    remat: str = "layer",
+    scan: bool = True,
+    gather: Callable | None = None,
+    attention: Callable | str | None = None,
 ) -> LanguageModel:
     """The functions of a decoder (see `LanguageModel`).
 
@@ -213,14 +218,15 @@ def decoder(
     stored (in, out). `remat` says what a layer keeps for the backward pass: "layer" its input alone (least memory,
     about a fifth more arithmetic), "attention" also queries, keys, values and what they attend to, "dots" every product
     with a weight, "none" everything. `scan=False` unrolls the layers
-    (longer compilation; XLA's cost analysis, which counts a loop's body once, then counts every layer). `gather` is
-    that of `LanguageModel.with_gather`.
+    (longer compilation; XLA's cost analysis, which counts a loop's body once, then counts every layer). `gather` and
+    `attention` are those of `LanguageModel.with_gather` and `with_attention`; "einsum" keeps that of `models.attention`
+    on every device.
     """
     if remat not in REMAT:
         raise ValueError(f"remat must be one of {tuple(REMAT)}, got {remat!r}")
     frequencies = partial(rope_frequencies, config)
     block = Block(config)
-    gather = gather or (lambda names, x: x)
+    gathered = gather or (lambda names, x: x)
 
     def init(key: Array) -> Params:
         embed_key, layer_key, head_key = jax.random.split(key, 3)
@@ -244,10 +250,10 @@ def decoder(
 
     def whole(layer: Params) -> Params:
         # Within the body that is rematerialised: gathered again for the backward pass, never kept.
-        return {name: gather(NAMES[f"layers/{name}"].removeprefix("layers "), x) for name, x in layer.items()}
+        return {name: gathered(NAMES[f"layers/{name}"].removeprefix("layers "), x) for name, x in layer.items()}
 
     def outer(params: Params) -> Params:
-        return params | {name: gather(NAMES[name], params[name]) for name in ("embed", "head") if name in params}
+        return params | {name: gathered(NAMES[name], params[name]) for name in ("embed", "head") if name in params}
 
     def embed(params: Params, tokens_T: Array) -> Array:
         return params["embed"].at[tokens_T].get(mode="clip")
@@ -295,28 +301,40 @@ def decoder(
         position_PR = jnp.concatenate([jnp.cumsum(mask_PS, 1) - 1, mask_PS.sum(1, keepdims=True) + place_PN % T], 1)
         turn = turns(position_PR.reshape(-1), frequencies())
 
+        def movers(place_N):
+            """From a group's rows to all G·T, and back."""
+            if not packed:
+                return (lambda y: y,) * 2
+            slot_M = jnp.full(G * T, place_N.size).at[place_N].set(jnp.arange(place_N.size), mode="drop")
+            rows = jax.vmap(take_rows, in_axes=(0, None, None))
+            return (lambda y: rows(y, slot_M, place_N)), (lambda y: rows(y, place_N, slot_M))
+
         def attend_group(q, k, v, mask_S, place_N):
             """Rows of one prompt: its own see the prompt; its group's, as [G, T], see the prompt and themselves."""
-            if packed:
-                slot_M = jnp.full(G * T, place_N.size).at[place_N].set(jnp.arange(place_N.size), mode="drop")
-                rows = jax.vmap(take_rows, in_axes=(0, None, None))
-                pad, pack = (lambda y: rows(y, slot_M, place_N)), (lambda y: rows(y, place_N, slot_M))
-            else:
-                pad = pack = lambda y: y
+            pad, pack = movers(place_N)
             k_KSd, v_KSd = k[:, :S], v[:, :S]
             first = attend_causal(q[:, None, :S], k_KSd[:, None], v_KSd[:, None], mask_S)[:, 0]
             own = (pad(y[:, S:]).reshape(y.shape[0], G, T, *y.shape[2:]) for y in (q, k, v))
             out = attend_causal(*own, jnp.ones(T, bool), ((k_KSd, v_KSd, mask_S),))
             return jnp.concatenate([first, pack(out.reshape(out.shape[0], G * T, *out.shape[3:]))], 1)
 
+        def attend_all(q, k, v):
+            if attention in (None, "einsum"):
+                return jax.vmap(attend_group, in_axes=(1, 1, 1, 0, 0), out_axes=1)(q, k, v, mask_PS, place_PN)
+
+            def moved(y, way):
+                one = lambda y, place_N: jnp.concatenate([y[:, :S], movers(place_N)[way](y[:, S:])], 1)
+                return jax.vmap(one, in_axes=(1, 0), out_axes=1)(y, place_PN) if packed else y
+
+            return moved(attention(*(moved(y, 0) for y in (q, k, v)), mask_PS, T=T), 1)
+
         def body(x, layer, _):
             # Products with weights see all rows of all prompts at once, attention those of one prompt.
-            def attention(q, k, v):
-                q, k, v = (y.reshape(y.shape[0], P, R, *y.shape[2:]) for y in (q, k, v))
-                out = jax.vmap(attend_group, in_axes=(1, 1, 1, 0, 0), out_axes=1)(q, k, v, mask_PS, place_PN)
+            def attend(q, k, v):
+                out = attend_all(*(y.reshape(y.shape[0], P, R, *y.shape[2:]) for y in (q, k, v)))
                 return out.reshape(out.shape[0], P * R, *out.shape[3:]), None
 
-            return block.apply({"params": whole(layer)}, x, turn, attention)
+            return block.apply({"params": whole(layer)}, x, turn, attend)
 
         x, _ = run_layers(params["layers"], embed(params, tokens_M), body, None)
         hidden = final_norm(params, x).reshape(P, R, -1)
@@ -360,7 +378,9 @@ def decoder(
             return logits(weights, hidden_D)
         return few_rows(hidden_D.reshape(-1, hidden_D.shape[-1]), weights["embed"]).reshape(*hidden_D.shape[:-1], -1)
 
+    again = lambda **one: decoder(config, remat=remat, scan=scan, **({"gather": gather, "attention": attention} | one))
     return LanguageModel(
         config, init, prefill, extend, logits, for_decoding, empty, decode, decode_logits, AXES, together,
-        with_gather=lambda gather: decoder(config, remat=remat, scan=scan, gather=gather), outer=outer,
+        with_gather=lambda gather: again(gather=gather), outer=outer,
+        with_attention=None if attention == "einsum" else lambda attention: again(attention=attention),
     )  # fmt: skip

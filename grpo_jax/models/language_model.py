@@ -29,6 +29,10 @@ class LanguageModel(NamedTuple):
     more than one layer is whole at a time. `outer(params) -> params` does that to the parameters outside the layers,
     which are read in several places.
 
+    A model with `together` may have `with_attention(attention) -> model`: the same model, whose `together` attends by
+    `attention(q_KPRhd, k_KPRd, v_KPRd, mask_PS, T=T) -> out_KPRhd` (see `models.fused`); `config` then names its
+    `num_key_value_heads`.
+
     `cache` holds a prompt's keys and values and is shared by its group: map `extend` and `decode` over completions
     with `in_axes=None` for it. `config` describes the architecture (`vocab_size` at least). `axes` says what the
     parameters' axes are, as pairs of a path and names, e.g. `("layers/q", "layers embed heads")`; None: unknown.
@@ -47,3 +51,4 @@ class LanguageModel(NamedTuple):
     together: Callable | None = None
     with_gather: Callable | None = None
     outer: Callable = lambda params: params
+    with_attention: Callable | None = None
