@@ -13,11 +13,13 @@ from typing import NamedTuple
 import chex
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.types import Array, Params, Prompts
 
 LOGITS = 1 << 24  # entries of the logits that exist at once, where the caller does not say
+KEPT_LOGITS = 4 * LOGITS  # as many are kept for the backward pass of a model that keeps its products
 FILTERED = -1e30
 
 
@@ -137,8 +139,9 @@ def tokens_at_once(model: LanguageModel, parts: int = 1) -> int:
     return parts * max(1, LOGITS // model.config.vocab_size)
 
 
-def over_chunks(function: Callable, chunk: int, *arrays: Array) -> Array:
-    """`function` over chunks of the arrays' second axis, one after another; recomputed, not stored, for the gradient.
+def over_chunks(function: Callable, chunk: int, *arrays: Array, kept: tuple[str, ...] = ()) -> Array:
+    """`function` over chunks of the arrays' second axis, one after another; recomputed, not stored, for the gradient
+    but for what has one of the names `kept`.
 
     Every chunk holds as many entries of every row of the first axis, so that rows may lie on different devices: at most
     `chunk`, and as few as the number of chunks allows, so that hardly any is padding.
@@ -153,7 +156,8 @@ def over_chunks(function: Callable, chunk: int, *arrays: Array) -> Array:
         a = jnp.pad(a, [(0, 0), (0, count * chunk - N)] + [(0, 0)] * (a.ndim - 2))
         return jnp.moveaxis(a.reshape(P, count, chunk, *a.shape[2:]), 1, 0)
 
-    outs = jax.lax.map(jax.checkpoint(lambda inputs: function(*inputs)), tuple(map(cut, arrays)))
+    policy = jax.checkpoint_policies.save_only_these_names(*kept)
+    outs = jax.lax.map(jax.checkpoint(lambda inputs: function(*inputs), policy=policy), tuple(map(cut, arrays)))
     return jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1).reshape(P, count * chunk, *a.shape[3:])[:, :N], outs)
 
 
@@ -173,7 +177,8 @@ def completion_scores(
     the mask.
 
     `chunk` is the number of tokens projected on the vocabulary at a time, in chunk · V floats (P · V for more prompts
-    than that); None takes as many as make `LOGITS` of them.
+    than that); None takes as many as make `LOGITS` of them. The backward pass computes them again, unless the model
+    keeps its products and all logits are no more than `KEPT_LOGITS`.
     With `places_PN` (see `types.Rollout`) no other tokens are computed; they must hold every place of the mask.
     """
     chex.assert_equal_shape([tokens_PGT, mask_PGT])
@@ -185,11 +190,13 @@ def completion_scores(
         token_PN = jax.vmap(lambda x, place: x.at[place].get(mode="fill", fill_value=0))(token_PN, places_PN)
 
     def score(hidden_D, token):
-        logits_V = kept_logits(model.logits(params, hidden_D), sampling, token)
+        logits_V = checkpoint_name(model.logits(params, hidden_D), "logits")
+        logits_V = kept_logits(logits_V, sampling, token)
         return token_logp(logits_V, token), entropy(logits_V) if with_entropy else None
 
     chunk = tokens_at_once(model) if chunk is None else chunk
-    scores = over_chunks(score, min(max(chunk // P, 1), token_PN.shape[1]), hidden_PND, token_PN)
+    kept = ("logits",) if model.keeps_products and token_PN.size * model.config.vocab_size <= KEPT_LOGITS else ()
+    scores = over_chunks(score, min(max(chunk // P, 1), token_PN.shape[1]), hidden_PND, token_PN, kept=kept)
 
     def spread(x_PN):
         if places_PN is None:

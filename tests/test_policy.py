@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from conftest import TINY, ragged
 
+from grpo_jax import hlo, policy
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.policy import Sampling, completion_logp, completion_scores, kept_logits, log_sum_exp, over_chunks
 from grpo_jax.types import Prompts
@@ -121,6 +122,23 @@ def test_memory_does_not_grow_with_vocabulary_times_length(optimized):
     small, large = temporaries(32), temporaries(256)
     assert large - small < 0.25 * (4 * 256 - 4 * 32) * V * 4
     assert large < 8 * chunk * V * 4 + 4 * V * D * 4
+
+
+def test_logits_are_kept_where_products_are_and_they_are_few(tiny_params, prompts, completions, optimized, monkeypatch):
+    """One product with the vocabulary less: 2 FLOPs for each token and entry of it."""
+    model, N = decoder(TINY, remat="dots"), 4 * G * T
+
+    def program(model):
+        loss = lambda p: completion_logp(model, p, prompts, *completions, chunk=4 * T).sum()  # G chunks
+        return jax.jit(jax.value_and_grad(loss)).lower(tiny_params).compile()
+
+    flops = lambda model: hlo.count(program(model).as_text()).flops
+    again, once = model._replace(keeps_products=False), flops(model)
+    assert flops(again) - once == 2 * N * TINY.hidden_size * TINY.vocab_size
+    chex.assert_trees_all_close(program(model)(tiny_params), program(again)(tiny_params), rtol=1e-6, atol=1e-6)
+    assert not decoder(TINY).keeps_products
+    monkeypatch.setattr(policy, "KEPT_LOGITS", N * TINY.vocab_size - 1)
+    assert flops(model) == flops(again)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])

@@ -383,4 +383,5 @@ def decoder(
         config, init, prefill, extend, logits, for_decoding, empty, decode, decode_logits, AXES, together,
         with_gather=lambda gather: again(gather=gather), outer=outer,
         with_attention=None if attention == "einsum" else lambda attention: again(attention=attention),
+        keeps_products=remat in ("dots", "none"),
     )  # fmt: skip

@@ -33,6 +33,8 @@ class LanguageModel(NamedTuple):
     `attention(q_KPRhd, k_KPRd, v_KPRd, mask_PS, T=T) -> out_KPRhd` (see `models.fused`); `config` then names its
     `num_key_value_heads`.
 
+    `keeps_products` says that memory is there to keep products for the backward pass, those with the vocabulary too.
+
     `cache` holds a prompt's keys and values and is shared by its group: map `extend` and `decode` over completions
     with `in_axes=None` for it. `config` describes the architecture (`vocab_size` at least). `axes` says what the
     parameters' axes are, as pairs of a path and names, e.g. `("layers/q", "layers embed heads")`; None: unknown.
@@ -52,3 +54,4 @@ class LanguageModel(NamedTuple):
     with_gather: Callable | None = None
     outer: Callable = lambda params: params
     with_attention: Callable | None = None
+    keeps_products: bool = False
