@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from grpo_jax.models.fused import AXES as AXES_OF_ATTENTION
-from grpo_jax.models.fused import attend_together
+from grpo_jax.models.fused import platform_of, with_fused_attention
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.parallel import (
     DECODE_RULES,
@@ -57,7 +57,7 @@ class Devices(NamedTuple):
     fetch(tree)              -> tree       the rows that this process holds, as NumPy arrays
     for_decoding(params)     -> params     from the layout of training to the sampler's
     moved_bytes(params)      -> int        what the busiest device receives in that
-    for_training(model)      -> model      one that gathers the weights of a layer when it is computed; see `_fused`
+    for_training(model)      -> model      one that gathers a layer's weights when it is computed; see `models.fused`
     per_prompt(function, inputs, outputs, donate=())   -> program   of a function that treats prompts one by one
     whole_batch(function, inputs, outputs, donate=())  -> program   of a function that sees all prompts at once
     ```
@@ -168,7 +168,7 @@ def _single() -> Devices:
         fetch=lambda tree: jax.tree.map(np.asarray, tree),
         for_decoding=_same,
         moved_bytes=lambda params: 0,
-        for_training=lambda model: _fused(model, jax.default_backend(), attend_together),
+        for_training=lambda model: with_fused_attention(model, platform_of(jax.devices()[0])),
         per_prompt=program,
         whole_batch=program,
     )
@@ -176,16 +176,6 @@ def _single() -> Devices:
 
 def _same(tree: Any) -> Any:
     return tree
-
-
-def _fused(model: LanguageModel, platform: str, attention: Callable) -> LanguageModel:
-    """The model with the fused attention of training, on TPUs.
-
-    GPUs keep the attention of einsums: cuDNN's (`jax.nn.dot_product_attention`) has no mask by parts that skips blocks,
-    and attention in two parts that are merged by their log-sum-exp would get wrong gradients from it: its backward rule
-    drops the cotangent of the log-sum-exp that it returns.
-    """
-    return model.with_attention(attention) if platform == "tpu" and model.with_attention else model
 
 
 SINGLE = _single()
@@ -239,7 +229,8 @@ def sharded(mesh: Mesh, axes: Axes = None, decode: str = "gather") -> Devices:
     def for_training(model: LanguageModel) -> LanguageModel:
         # Its key heads are spread over tensor: where they do not divide, XLA splits the attention of einsums.
         if model.with_attention and divides(mesh, "kv", model.config.num_key_value_heads):
-            model = _fused(model, mesh.devices.flat[0].platform, spread(mesh, attend_together, AXES_OF_ATTENTION))
+            over = lambda attention: spread(mesh, attention, AXES_OF_ATTENTION)
+            model = with_fused_attention(model, platform_of(mesh.devices.flat[0]), over)
         return model.with_gather(gather(mesh)) if model.with_gather else model
 
     made: dict = {}

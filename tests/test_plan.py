@@ -15,7 +15,8 @@ from rich.console import Console
 from grpo_jax import cli, hlo, plan
 from grpo_jax.devices import sharded
 from grpo_jax.models import decoder
-from grpo_jax.models.fused import AXES, attend_together
+from grpo_jax.models.fused import AXES
+from grpo_jax.models.fused_tpu import attend_together
 from grpo_jax.models.hub import config_to_hf
 from grpo_jax.parallel import array_sharding, gather, make_mesh, spread
 from grpo_jax.plan import Plan, PlanConfig, Program, make_plan, model_config, overflow

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from grpo_jax.devices import SINGLE
 from grpo_jax.loop import copy
 from grpo_jax.models import LanguageModel, decoder, load_pretrained, remat_that_fits
 from grpo_jax.objectives import grpo
@@ -32,6 +33,7 @@ class GrpoJax:
             tokens = work.prompts // work.microbatches * (work.prompt_length + work.group_size * work.max_new_tokens)
             remat = remat_that_fits(self.model.config, tokens, room_for_training(params))
             self.model = decoder(self.model.config, remat=remat)
+        self.model = SINGLE.for_training(self.model)
         self.objective = grpo(low=0.2, high=0.2, beta=work.beta)
         self.prompts = Prompts(jnp.asarray(inputs["prompt_PS"]), jnp.ones(inputs["prompt_PS"].shape, bool))
         self.sampler = force_lengths(self.model, inputs["length_PG"], spec.stop_id) if work.ragged else self.model

@@ -1,11 +1,15 @@
-"""The fused attention of training equals that of einsums; its kernels run interpreted."""
+"""The fused attention of training equals that of einsums: TPU kernels run interpreted, what surrounds cuDNN's on a
+stand-in for it.
+"""
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -15,9 +19,11 @@ import pytest
 from conftest import TINY
 
 from grpo_jax.devices import SINGLE, sharded
-from grpo_jax.models import decoder, fused
+from grpo_jax.models import decoder, fused_cuda, fused_tpu
 from grpo_jax.models.attention import attend_causal
-from grpo_jax.models.fused import AXES, Together, attend_together, block_size
+from grpo_jax.models.fused import AXES, platform_of, with_fused_attention
+from grpo_jax.models.fused_cuda import Kernel, supported
+from grpo_jax.models.fused_tpu import Together, attend_together, block_size
 from grpo_jax.parallel import batch_shardings, gather, make_mesh, param_shardings, spread
 
 interpreted = partial(attend_together, interpret=True)
@@ -64,6 +70,88 @@ def test_outputs_and_gradients_are_those_of_einsums(sizes):
     chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
 
 
+def seen(q, k, length, causal):
+    """Softmax weights before they are divided, `[B, K, h, T, S]`, and their sum."""
+    (B, T, H, d), (S, K) = q.shape, k.shape[1:3]
+    score = jnp.einsum("btkhd,bskd->bkhts", q.reshape(B, T, K, H // K, d), k) * d**-0.5
+    mask = jnp.arange(S) < (S if length is None else length[:, None, None, None, None])
+    mask = mask & (jnp.arange(S) <= jnp.arange(T)[:, None]) if causal else mask
+    return jnp.where(mask, jnp.exp(score), 0.0)
+
+
+def stand_in_forward(q, k, v, length, causal):
+    weight = seen(q, k, length, causal)
+    total = weight.sum(-1)
+    out = jnp.einsum("bkhts,bskd->btkhd", weight / total[..., None], v).reshape(q.shape)
+    return out, jnp.log(total).reshape(q.shape[0], q.shape[2], q.shape[1])
+
+
+def stand_in_backward(q, k, v, length, causal, out, lse, g):
+    """What the kernel is documented to compute: the whole softmax is known by `out` and `lse` alone."""
+    (B, T, H, d), K = q.shape, k.shape[2]
+    heads = lambda y: y.reshape(B, T, K, H // K, d)
+    share = seen(q, k, length, causal) / jnp.exp(lse).reshape(B, K, H // K, T, 1)
+    inner = jnp.einsum("btkhd,btkhd->bkht", heads(g), heads(out))[..., None]
+    slope = share * (jnp.einsum("btkhd,bskd->bkhts", heads(g), v) - inner) * d**-0.5
+    dq = jnp.einsum("bkhts,bskd->btkhd", slope, k).reshape(q.shape)
+    return dq, *(jnp.einsum("bkhts,btkhd->bskd", w, heads(y)) for w, y in ((slope, q), (share, g)))
+
+
+STAND_IN = Kernel(stand_in_forward, stand_in_backward)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_two_calls_merged_are_the_attention_of_einsums(sizes):
+    args, weight = rows(*sizes)
+    merged = partial(fused_cuda.attend_together, kernel=STAND_IN)
+    got, wanted = (out_and_gradients(f, args, weight, sizes[4]) for f in (merged, by_einsums))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_a_kernel_that_forgets_the_other_part_fails_the_comparison():
+    def alone(q, k, v, length, causal, out, lse, g):
+        return stand_in_backward(q, k, v, length, causal, *stand_in_forward(q, k, v, length, causal), g)
+
+    args, weight = rows(*SIZES[0])
+    wrong = partial(fused_cuda.attend_together, kernel=STAND_IN._replace(backward=alone))
+    got, wanted = (out_and_gradients(f, args, weight, 51) for f in (wrong, by_einsums))
+    chex.assert_trees_all_close(got[0], wanted[0], rtol=1e-5, atol=1e-5)
+    assert all(np.abs(x - y).max() > 0.1 for x, y in zip(got[1:], wanted[1:], strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_gradient_for_cuda_calls_cudnn_for_each_part(monkeypatch, dtype):
+    """Lowered without a GPU: JAX's binding takes our arguments. Its version of cuDNN is asked for on a GPU alone."""
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
+    args, weight = rows(*SIZES[0])
+    *qkv, mask_PS = args
+    loss = lambda *qkv: jnp.sum(fused_cuda.attend_together(*qkv, mask_PS, T=51) * weight)
+    shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in qkv]
+    lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*shapes).lower(lowering_platforms=("cuda",))
+    assert [x.dtype for x in lowered.out_info[1]] == [dtype] * 3
+    text = lowered.as_text()
+    assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") == 3
+    # The prompt: causal and padded. The group to its prompt: padded. A completion to itself: causal.
+    kinds = re.findall(r"mask_type\\22: \\22(\w+?)\\22", text)
+    assert sorted(kinds) == ["CAUSAL", "CAUSAL", "PADDING", "PADDING", "PADDING_CAUSAL", "PADDING_CAUSAL"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "wanted"),
+    [
+        ("bfloat16", 64, True),
+        ("float16", 128, True),
+        ("float32", 64, False),
+        ("float16", 60, False),
+        ("float16", 256, False),
+    ],
+)
+def test_what_cudnn_takes(dtype, head_dim, wanted):
+    assert supported(dataclasses.replace(TINY, dtype=dtype, head_dim=head_dim)) == wanted
+
+
 class Neighbours(Together):
     """A wrong mask: a completion sees those before it in its group."""
 
@@ -74,7 +162,7 @@ class Neighbours(Together):
 def test_a_wrong_mask_fails_the_comparison(monkeypatch):
     args, weight = rows(*SIZES[0])
     wanted = out_and_gradients(by_einsums, args, weight, 51)
-    monkeypatch.setattr(fused, "Together", Neighbours)
+    monkeypatch.setattr(fused_tpu, "Together", Neighbours)
     for got, right in zip(out_and_gradients(interpreted, args, weight, 51), wanted, strict=True):
         assert np.abs(got - right).max() > 0.1
 
@@ -142,7 +230,25 @@ def test_devices_attend_each_to_its_own():
     assert float(done.stdout) < 1e-5
 
 
-def test_only_tpus_have_it():
+def test_each_platform_has_its_own():
+    model, half = decoder(TINY), decoder(dataclasses.replace(TINY, dtype="bfloat16", head_dim=16))
+    assert with_fused_attention(model, "tpu") is model.with_attention(attend_together)
+    assert with_fused_attention(half, "cuda") is half.with_attention(fused_cuda.attend_together)
+    assert with_fused_attention(half, "cuda", lambda attention: interpreted) is half.with_attention(interpreted)
+    for one, platform in ((model, "cuda"), (half, "rocm"), (half, "cpu"), (decoder(TINY, attention="einsum"), "tpu")):
+        assert with_fused_attention(one, platform) is one
+
+
+def test_a_gpu_is_cuda_or_rocm():
+    device = lambda platform, version: SimpleNamespace(
+        platform=platform, client=SimpleNamespace(platform_version=version)
+    )
+    assert platform_of(device("gpu", "PJRT C API\ncuda 12090")) == "cuda"
+    assert platform_of(device("gpu", "PJRT C API\nrocm 60300")) == "rocm"
+    assert platform_of(jax.devices()[0]) == "cpu"
+
+
+def test_cpus_keep_einsums():
     model, mesh = decoder(TINY), make_mesh()
     assert SINGLE.for_training(model) is model
     assert sharded(mesh, model.axes).for_training(model) is model.with_gather(gather(mesh))
