@@ -18,7 +18,7 @@ from grpo_jax.plan import PlanConfig
 from grpo_jax.processes import ProcessError
 
 RUNS = "runs"
-WHERE = ("mesh", "pmap", "decode_weights")  # options that change no number
+WHERE = ("mesh", "pmap", "decode_weights")  # options that change no number, and neither does compile_ahead
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def train(command: Train) -> None:
     from grpo_jax import processes, run
 
     config = TrainConfig(**{f.name: getattr(command, f.name) for f in dataclasses.fields(TrainConfig)})
-    fixed = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in WHERE]
+    fixed = [f.name for f in dataclasses.fields(TrainConfig) if f.name not in (*WHERE, "compile_ahead")]
     if command.resume is not None and (given := changed(config, *fixed)):
         raise ValueError(f"--resume takes every option from the run's config.json; leave out {given}")
     if command.distributed is not None:
@@ -132,6 +132,7 @@ def train(command: Train) -> None:
 def _elsewhere(config: TrainConfig, given: TrainConfig, out: str) -> TrainConfig:
     """The configuration of a run, on the devices that are given now if any are."""
     moved = {name: getattr(given, name) for name in WHERE} if given.mesh or given.pmap else {}
+    moved |= {"compile_ahead": True} if given.compile_ahead else {}
     return dataclasses.replace(config, out=out, **moved).resolved()  # a run of an older version lacks some options
 
 

@@ -123,12 +123,16 @@ def remat_of(config: TrainConfig, model: LanguageModel, params: Params, length: 
     """What a layer keeps for its backward pass: as the configuration says, or by the memory of a device."""
     if config.remat != "auto":
         return config.remat
-    prompts = config.prompts // (devices.parts * config.microbatches)
-    tokens = prompts * (length + config.group_size // config.group_microbatches * config.max_new_tokens)
-    sizes = {} if config.mesh is None else mesh_sizes(config.mesh)
-    return remat_that_fits(
-        model.config, tokens, room_for_training(params, sizes.get("fsdp", 1) * sizes.get("tensor", 1))
-    )
+    c, sizes = config, {} if config.mesh is None else mesh_sizes(config.mesh)
+    cuts = devices.parts * c.microbatches
+    tokens = tokens_at_once(c.prompts // cuts, length, c.group_size // c.group_microbatches, c.max_new_tokens)
+    room = room_for_training(params, sizes.get("fsdp", 1) * sizes.get("tensor", 1))
+    return remat_that_fits(model.config, tokens, room)
+
+
+def tokens_at_once(prompts: int, prompt_length: int, group_size: int, max_new_tokens: int) -> int:
+    """Tokens of so many prompts with their groups, a prompt's once."""
+    return prompts * (prompt_length + group_size * max_new_tokens)
 
 
 def room_for_training(params: Params, parts: int = 1) -> int:

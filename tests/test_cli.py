@@ -163,6 +163,14 @@ def test_resume_may_go_on_elsewhere(whole, monkeypatch, call, moved):
     )
 
 
+def test_resume_may_compile_ahead(whole, monkeypatch, call):
+    seen = []
+    monkeypatch.setattr(run, "train", lambda config, **_: seen.append(config))
+    for option in ((), ("--compile-ahead",)):
+        assert call("train", "--resume", whole, *option)[0] == 0
+    assert seen[1] == dataclasses.replace(seen[0], compile_ahead=True) != seen[0]
+
+
 def test_a_wrong_address_is_found_before_anything_is_joined(call):
     code, _, err = call("train", "--distributed", "host:1,2,2")
     assert code == 2

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from grpo_jax import hlo
+from grpo_jax import hlo, hlo_text
 
 LOOPS = """HloModule jit_step, is_scheduled=true
 
@@ -96,8 +96,8 @@ def test_bytes_are_of_slices_and_leave_out_memory_on_the_chip():
     inside = integers + (layer + layer + 4) + (layer + 16 * 16 * 4) + (x + layer + y) + 2 * x
     condition = 4 + 4 + 1
     assert counts.bytes == 3 * (inside + condition) + 2 * x
-    assert hlo.size("f32[4,8]{1,0:T(4,128)S(1)}", main_memory=True) == 0
-    assert hlo.size("(bf16[2,3]{1,0}, pred[], s4[8], f8e4m3fn[5], token[])") == 12 + 1 + 4 + 5
+    assert hlo_text.size("f32[4,8]{1,0:T(4,128)S(1)}", main_memory=True) == 0
+    assert hlo_text.size("(bf16[2,3]{1,0}, pred[], s4[8], f8e4m3fn[5], token[])") == 12 + 1 + 4 + 5
 
 
 def test_known_trip_counts_come_first_and_unknown_loops_run_once():
