@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, Sharding
 
 from grpo_jax.models.fused import AXES as AXES_OF_ATTENTION
-from grpo_jax.models.fused import platform_of, with_fused_attention
+from grpo_jax.models.fused import with_fused_attention
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.parallel import (
     DECODE_RULES,
@@ -168,7 +168,7 @@ def _single() -> Devices:
         fetch=lambda tree: jax.tree.map(np.asarray, tree),
         for_decoding=_same,
         moved_bytes=lambda params: 0,
-        for_training=lambda model: with_fused_attention(model, platform_of(jax.devices()[0])),
+        for_training=lambda model: with_fused_attention(model, _default_device()),
         per_prompt=program,
         whole_batch=program,
     )
@@ -230,7 +230,7 @@ def sharded(mesh: Mesh, axes: Axes = None, decode: str = "gather") -> Devices:
         # Its key heads are spread over tensor: where they do not divide, XLA splits the attention of einsums.
         if model.with_attention and divides(mesh, "kv", model.config.num_key_value_heads):
             over = lambda attention: spread(mesh, attention, AXES_OF_ATTENTION)
-            model = with_fused_attention(model, platform_of(mesh.devices.flat[0]), over)
+            model = with_fused_attention(model, mesh.devices.flat[0], over)
         return model.with_gather(gather(mesh)) if model.with_gather else model
 
     made: dict = {}
@@ -326,7 +326,11 @@ def _commit(x: Any) -> jax.Array:
     """On the default device, unless it is bound to one already: bound and unbound arrays make two compiled programs."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return x
-    return x if getattr(x, "committed", False) else jax.device_put(x, next(iter(jnp.empty(0).devices())))
+    return x if getattr(x, "committed", False) else jax.device_put(x, _default_device())
+
+
+def _default_device() -> jax.Device:
+    return next(iter(jnp.empty(0).devices()))
 
 
 def _identity(function: Callable) -> Any:

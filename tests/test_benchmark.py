@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -284,24 +284,22 @@ def test_a_peer_that_is_not_installed_is_left_out_and_said_so(folder, tmp_path):
 # --- contestants --------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def measured(folder, tmp_path_factory):
+def measure(folder, contestant: str, workload: str):
     """What a contestant makes of a workload of the tiny shape, in this process."""
+    settings = {
+        "contestant": contestant, "folder": str(folder), "workload": dataclasses.asdict(WORKLOADS[workload]),
+        "dtype": "float32", "repeats": 1, "stop_id": STOP, "vocab_size": 512, "learning_rate": 1e-6, "clip_norm": 1.0,
+    }  # fmt: skip
+    spec = worker.spec_of(settings)
+    inputs = make_inputs(spec.workload, 512, STOP)
+    module = importlib.import_module(f"experiments.benchmark.{worker.MODULES[worker.family(contestant)]}")
+    found, arrays = worker.measure(module.build(spec, inputs), spec, inputs)
+    return found, {name: found[name] for name in ("loss", "grad_norm")} | arrays
 
-    @cache
-    def run(contestant: str, workload: str):
-        settings = {
-            "contestant": contestant, "folder": str(folder), "workload": dataclasses.asdict(WORKLOADS[workload]),
-            "dtype": "float32", "repeats": 1, "stop_id": STOP, "vocab_size": 512, "learning_rate": 1e-6,
-            "clip_norm": 1.0,
-        }  # fmt: skip
-        spec = worker.spec_of(settings)
-        inputs = make_inputs(spec.workload, 512, STOP)
-        module = importlib.import_module(f"experiments.benchmark.{worker.MODULES[worker.family(contestant)]}")
-        found, arrays = worker.measure(module.build(spec, inputs), spec, inputs)
-        return found, {name: found[name] for name in ("loss", "grad_norm")} | arrays
 
-    return run
+@pytest.fixture(scope="module")
+def measured(folder):
+    return cache(partial(measure, folder))
 
 
 @pytest.mark.parametrize("peer", ["transformers", "trl"])
@@ -316,6 +314,26 @@ def test_peers_take_the_same_first_step(measured, peer, workload):
     agreement.check(workload, peer, ours, theirs)
     assert (found["temp_bytes"], own["temp_bytes"] > 0) == (None, True)
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["stages"].values())
+
+
+@pytest.mark.parametrize("peer", ["transformers", "trl"])
+def test_peers_generate_with_a_cache_of_fixed_shape_on_gpus(folder, monkeypatch, peer):
+    pytest.importorskip(peer)
+    from transformers.generation import GenerationMixin
+
+    from experiments.benchmark import torch_parts
+
+    assert torch_parts.generation_cache() == {}
+    monkeypatch.setattr(torch_parts, "device", lambda: "cuda")
+    options, made = torch_parts.generation_cache(), []
+    monkeypatch.undo()
+    monkeypatch.setattr(f"experiments.benchmark.with_{peer}.generation_cache", lambda: options)
+    prepare = GenerationMixin._prepare_static_cache
+    monkeypatch.setattr(
+        GenerationMixin, "_prepare_static_cache", lambda *args, **given: made.append(1) or prepare(*args, **given)
+    )
+    measure(folder, peer, "T4")  # which raises where the lengths are not those of the workload
+    assert len(made) == 2
 
 
 def test_the_second_row_keeps_less_and_computes_the_same(measured):

@@ -141,17 +141,19 @@ def test_killed_and_resumed_equals_uninterrupted(whole):
     assert not more, "all programs were taken from the cache"
 
 
-def test_the_second_start_compiles_nothing(tmp_path):
-    """Every program is kept in the user's cache folder, and found there by a process that starts the same run."""
-    kept, options = tmp_path / "user" / "grpo_jax" / "programs", [*OPTIONS, "--steps", "1"]
-    counts = []
+@pytest.mark.parametrize("named", [False, True])
+def test_the_second_start_compiles_nothing(tmp_path, named):
+    """Every program is kept in the user's cache folder, or a named one, and found there when the same run starts."""
+    kept = tmp_path / "named" if named else tmp_path / "user" / "grpo_jax" / "programs"
+    options, counts = [*OPTIONS, "--steps", "1"], []
+    where = {"XDG_CACHE_HOME": str(tmp_path / "user"), "JAX_COMPILATION_CACHE_DIR": str(kept) if named else ""}
     for out in ("first", "second"):
-        where = {"XDG_CACHE_HOME": str(tmp_path / "user"), "JAX_COMPILATION_CACHE_DIR": ""}
         process = launch(tmp_path, "train", *options, "--out", out, **where)
         output, _ = process.communicate()
         assert process.returncode == 0, output
         counts.append(len([path for path in kept.iterdir() if not path.name.endswith("-atime")]))
     assert counts[0] == counts[1] > 3
+    assert (tmp_path / "user").exists() != named
 
 
 def test_a_run_folder_is_complete(whole):

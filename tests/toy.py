@@ -138,8 +138,6 @@ def launch(folder: Path, *arguments: str, **environment: str) -> subprocess.Pope
         "JAX_PLATFORMS": "cpu",
         "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
         "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     return subprocess.Popen(
         [sys.executable, __file__, *arguments], env=os.environ | shared | environment, cwd=folder,

@@ -1,4 +1,4 @@
-"""What the two PyTorch contestants share: threads, devices, forced lengths, and the gradient that is compared."""
+"""What the two PyTorch contestants share: threads, devices, generation, and the gradient that is compared."""
 
 import os
 
@@ -24,6 +24,11 @@ def load(spec, dtype: str):
     """The model with PyTorch's fused attention."""
     dtype = getattr(torch, dtype)
     return AutoModelForCausalLM.from_pretrained(spec.folder, dtype=dtype, attn_implementation="sdpa").to(device())
+
+
+def generation_cache() -> dict:
+    """On GPUs a cache of fixed shape, for which `generate` compiles decoding; on CPUs it compiles nothing."""
+    return {"cache_implementation": "static"} if device() == "cuda" else {}
 
 
 class ForcedLengths(LogitsProcessor):

@@ -5,7 +5,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from experiments.benchmark.torch_parts import compared_gradient, device, force_lengths, load, synchronize, use_all_cores
+from experiments.benchmark.torch_parts import (
+    compared_gradient,
+    device,
+    force_lengths,
+    generation_cache,
+    load,
+    synchronize,
+    use_all_cores,
+)
 
 
 def build(spec: SimpleNamespace, inputs: dict) -> "Loop":
@@ -40,7 +48,7 @@ class Loop:
     def sample(self, clock):
         work = self.spec.workload
         options = {"max_new_tokens": work.max_new_tokens, "do_sample": True, "temperature": 1.0, "top_k": 0}
-        options |= {"top_p": 1.0, "use_cache": True}
+        options |= {"top_p": 1.0, "use_cache": True} | generation_cache()
         options |= {"pad_token_id": self.spec.stop_id, "eos_token_id": self.spec.stop_id}
         if work.ragged:
             options["logits_processor"] = force_lengths(self.spec, self.inputs)

@@ -17,7 +17,15 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
-from experiments.benchmark.torch_parts import compared_gradient, device, force_lengths, load, synchronize, use_all_cores
+from experiments.benchmark.torch_parts import (
+    compared_gradient,
+    device,
+    force_lengths,
+    generation_cache,
+    load,
+    synchronize,
+    use_all_cores,
+)
 
 
 def build(spec: SimpleNamespace, inputs: dict) -> "Trl":
@@ -72,6 +80,7 @@ class Trl:
             bf16=dtype == "bfloat16",
             use_cpu=device() == "cpu",
             report_to="none",
+            **generation_cache(),
         )
         self.trainer = GRPOTrainer(
             model=model,

@@ -22,27 +22,21 @@ AXES = ("kv batch whole whole whole", "kv batch whole whole", "kv batch whole wh
 
 
 def with_fused_attention(
-    model: LanguageModel, platform: str, over: Callable[[Callable], Callable] = lambda attention: attention
+    model: LanguageModel, device: jax.Device, over: Callable[[Callable], Callable] = lambda attention: attention
 ) -> LanguageModel:
-    """The model that trains by the platform's fused attention; the model as it is where there is none that takes it.
+    """The model that trains by the fused attention of such a device; as it is where there is none that takes it.
 
-    `platform` is that of `platform_of`. `over` may spread the attention over devices.
+    `over` may spread the attention over devices.
     """
     if not model.with_attention:
         return model
-    if platform == "tpu":
+    if device.platform == "tpu":
         from grpo_jax.models.fused_tpu import attend_together
 
         return model.with_attention(over(attend_together))
-    if platform == "cuda":
-        from grpo_jax.models.fused_cuda import attend_together, supported
+    if device.platform == "gpu" and "cuda" in device.client.platform_version:
+        from grpo_jax.models.fused_cuda import attend_together, available, takes
 
-        return model.with_attention(over(attend_together)) if supported(model.config) else model
+        if takes(model.config) and available(device):
+            return model.with_attention(over(attend_together))
     return model
-
-
-def platform_of(device: jax.Device) -> str:
-    """ "cpu", "tpu", "cuda" or "rocm"; JAX calls the last two "gpu"."""
-    if device.platform != "gpu":
-        return device.platform
-    return "rocm" if "rocm" in device.client.platform_version else "cuda"

@@ -9,14 +9,19 @@ key, and themselves; the two are merged by their log-sum-exp ℓ:
 so each part's backward kernel, which knows out and ℓ as the forward pass left them, is given the merged ones and adds
 to the gradient what the whole softmax has of it. `jax.nn.dot_product_attention` cannot serve: it rounds ℓ to the type
 of its output, and its gradient ignores that of ℓ. Hence JAX's own binding of cuDNN, whose names are not public.
+
+The gradient of q is summed in no fixed order unless XLA is told to: with XLA_FLAGS=--xla_gpu_deterministic_ops=true,
+at the price of workspace, equal runs are equal bit for bit.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.models.attention import take_rows
 from grpo_jax.types import Array
@@ -30,47 +35,60 @@ class Kernel(NamedTuple):
     backward(q_BTHd, k_BSKd, v_BSKd, length_B, causal, out, lse, g_BTHd)   -> the gradients of q, k and v
     ```
 
-    Keys behind the first `length_B` are not seen (None: all are); `causal`: row i sees keys 0 … i.
+    Keys behind the first `length_B`, at least one, are not seen; `causal`: row i sees keys 0 … i.
     """
 
     forward: Callable
     backward: Callable
 
 
-def supported(config: Any) -> bool:
-    """Whether cuDNN's flash attention takes it, on Ampere and later: two bytes a number, heads of 8, 16 … 128."""
+def available(device: jax.Device) -> bool:
+    """Whether cuDNN's flash attention is there: NVIDIA's Ampere or later.
+
+    On Hopper from cuDNN 9.26 on: backward kernels before it give NaN where ℓ < −88 (PyTorch's issue 196678).
+    """
+    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+
+    generation = int(str(device.compute_capability).split(".")[0])
+    try:
+        version = check_cudnn_version()
+    except RuntimeError:  # no cuDNN
+        return False
+    return generation >= 8 and (generation != 9 or version >= 92600)
+
+
+def takes(config: Any) -> bool:
+    """Whether cuDNN's flash attention is made for a model: two bytes a number, heads of 8, 16 … 128."""
     return config.dtype in ("bfloat16", "float16") and config.head_dim % 8 == 0 and config.head_dim <= 128
 
 
-def _options(q_BTHd: Array, causal: bool, lengths: tuple) -> dict:
+def _options(q_BTHd: Array, length_B: Array, causal: bool) -> tuple[dict, dict]:
+    """Lengths and settings. Lengths are given even where all is seen: kernels without them had bugs at short ones."""
     from jax._src.cudnn.fused_attention_stablehlo import MaskType
 
-    kinds = {(False, False): "NO_MASK", (True, False): "PADDING", (False, True): "CAUSAL"}
-    kind = kinds.get((bool(lengths), causal), "PADDING_CAUSAL")
-    return {"scale": q_BTHd.shape[-1] ** -0.5, "mask_type": MaskType[kind], "sliding_window_length": None}
-
-
-def _lengths(q_BTHd: Array, length_B: Array | None) -> tuple:
-    rows = lambda: jnp.full(q_BTHd.shape[0], q_BTHd.shape[1], jnp.int32)
-    return () if length_B is None else (rows(), length_B.astype(jnp.int32))
+    B, T, _, d = q_BTHd.shape
+    lengths = {"q_seqlen": jnp.full(B, T, jnp.int32), "kv_seqlen": length_B.astype(jnp.int32)}
+    kind = MaskType.PADDING_CAUSAL if causal else MaskType.PADDING
+    return lengths, {"scale": d**-0.5, "mask_type": kind, "sliding_window_length": None}
 
 
 def _forward(q, k, v, length_B, causal):
     from jax._src.cudnn.fused_attention_stablehlo import dot_product_attention
 
-    lengths = _lengths(q, length_B)
-    named = dict(zip(("q_seqlen", "kv_seqlen"), lengths, strict=False))
-    return dot_product_attention(q, k, v, **named, **_options(q, causal, lengths), return_residual=True)
+    lengths, options = _options(q, length_B, causal)
+    return dot_product_attention(q, k, v, **lengths, **options, return_residual=True)
 
 
 def _backward(q, k, v, length_B, causal, out, lse, g):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    lengths, none = _lengths(q, length_B), jnp.zeros(0, q.dtype)
-    arrays = (q, k, v, none, *(lengths or (none, none)), none, none, none, none, lse, out, g)
+    lengths, options = _options(q, length_B, causal)
+    if "score_mod" in inspect.signature(cudnn._dot_product_attention_bwd_rule).parameters:  # JAX 0.12
+        options["score_mod"] = None
+    bias = offsets = pages = (jnp.zeros(0, q.dtype),)
     return cudnn._dot_product_attention_bwd_p_wrapper.bind(
-        *arrays, seed=42, dropout_rate=0.0, variadic_args=(False, False), layout=cudnn.AttentionLayout.BTNH.value,
-        **_options(q, causal, lengths),
+        q, k, v, *bias, *lengths.values(), *(offsets * 2), *(pages * 2), lse, out, g,
+        seed=42, dropout_rate=0.0, variadic_args=(False, False), layout=cudnn.AttentionLayout.BTNH.value, **options,
     )  # fmt: skip
 
 
@@ -83,8 +101,13 @@ def attend_prompt(kernel: Kernel, q_PSHd: Array, k_PSKd: Array, v_PSKd: Array, l
     return kernel.forward(q_PSHd, k_PSKd, v_PSKd, length_P, True)[0]
 
 
+def _named(out: Array, lse: Array) -> tuple[Array, Array]:
+    """What a rematerialisation that keeps attention keeps."""
+    return checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
+
+
 def _prompt_forward(kernel, *args):
-    out, lse = kernel.forward(*args, True)
+    out, lse = _named(*kernel.forward(*args, True))
     return out, (args, out, lse)
 
 
@@ -116,11 +139,17 @@ def _alone(y_PGT: Array) -> Array:
     return y_PGT.reshape(P * G, T, *rest)
 
 
+def _whole(q_PGT: Array) -> Array:
+    """The lengths of completions that are seen whole."""
+    P, G, T, *_ = q_PGT.shape
+    return jnp.full(P * G, T)
+
+
 def _merged(kernel, q, k, v, k_PSKd, v_PSKd, length_P):
     P, G, T, H, _ = q.shape
     parts = (
         kernel.forward(_shared(q), k_PSKd, v_PSKd, length_P, False),
-        kernel.forward(_alone(q), _alone(k), _alone(v), None, True),
+        kernel.forward(_alone(q), _alone(k), _alone(v), _whole(q), True),
     )
     lse_PGTH = [lse.swapaxes(1, 2).reshape(P, G, T, H) for _, lse in parts]
     whole = jnp.logaddexp(*lse_PGTH)
@@ -130,7 +159,7 @@ def _merged(kernel, q, k, v, k_PSKd, v_PSKd, length_P):
 
 
 def _group_forward(kernel, *args):
-    out, lse = _merged(kernel, *args)
+    out, lse = _named(*_merged(kernel, *args))
     return out, (args, out, lse)
 
 
@@ -138,7 +167,7 @@ def _group_backward(kernel, kept, g):
     (q, k, v, k_PSKd, v_PSKd, length_P), out, lse = kept
     given = lambda lay: (lay(out), lay(lse).swapaxes(1, 2), lay(g))
     q_first, *prompt = kernel.backward(_shared(q), k_PSKd, v_PSKd, length_P, False, *given(_shared))
-    q_then, *own = kernel.backward(_alone(q), _alone(k), _alone(v), None, True, *given(_alone))
+    q_then, *own = kernel.backward(_alone(q), _alone(k), _alone(v), _whole(q), True, *given(_alone))
     return q_first.reshape(q.shape) + q_then.reshape(q.shape), *(y.reshape(k.shape) for y in own), *prompt, None
 
 
@@ -156,9 +185,16 @@ def attend_together(
     # cuDNN takes a length and no mask: a prompt's tokens come first, its padding last, each in its order.
     order_PS = jnp.argsort(~mask_PS, axis=1, stable=True)
     back_PS = jnp.argsort(order_PS, axis=1)
-    first_q, first_k, first_v = (jax.vmap(take_rows)(y[:, :S], order_PS, back_PS) for y in (q, k, v))
+    ordered = jax.vmap(take_rows)
+    first_q, first_k, first_v = (_two(ordered(y[:, :S], order_PS, back_PS), 1) for y in (q, k, v))
     length_P = mask_PS.sum(1)
-    first = jax.vmap(take_rows)(attend_prompt(kernel, first_q, first_k, first_v, length_P), back_PS, order_PS)
-    own = (y[:, S:].reshape(P, -1, T, *y.shape[2:]) for y in (q, k, v))
-    then = attend_group(kernel, *own, first_k, first_v, length_P).reshape(P, R - S, K * h, d)
+    first = ordered(attend_prompt(kernel, first_q, first_k, first_v, length_P)[:, :S], back_PS, order_PS)
+    own = (_two(y[:, S:].reshape(P, -1, T, *y.shape[2:]), 2) for y in (q, k, v))
+    then = attend_group(kernel, *own, first_k, first_v, length_P)[:, :, :T].reshape(P, R - S, K * h, d)
     return jnp.concatenate([first, then], 1).reshape(P, R, K, h, d).transpose(2, 0, 1, 3, 4)
+
+
+def _two(y: Array, axis: int) -> Array:
+    """At least two rows: cuDNN has no backward kernel for one. The first does not see the second."""
+    more = max(2 - y.shape[axis], 0)
+    return jnp.pad(y, [(0, more if i == axis else 0) for i in range(y.ndim)]) if more else y

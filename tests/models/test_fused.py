@@ -21,8 +21,8 @@ from conftest import TINY
 from grpo_jax.devices import SINGLE, sharded
 from grpo_jax.models import decoder, fused_cuda, fused_tpu
 from grpo_jax.models.attention import attend_causal
-from grpo_jax.models.fused import AXES, platform_of, with_fused_attention
-from grpo_jax.models.fused_cuda import Kernel, supported
+from grpo_jax.models.fused import AXES, with_fused_attention
+from grpo_jax.models.fused_cuda import Kernel, available, takes
 from grpo_jax.models.fused_tpu import Together, attend_together, block_size
 from grpo_jax.parallel import batch_shardings, gather, make_mesh, param_shardings, spread
 
@@ -74,7 +74,7 @@ def seen(q, k, length, causal):
     """Softmax weights before they are divided, `[B, K, h, T, S]`, and their sum."""
     (B, T, H, d), (S, K) = q.shape, k.shape[1:3]
     score = jnp.einsum("btkhd,bskd->bkhts", q.reshape(B, T, K, H // K, d), k) * d**-0.5
-    mask = jnp.arange(S) < (S if length is None else length[:, None, None, None, None])
+    mask = jnp.arange(S) < length[:, None, None, None, None]
     mask = mask & (jnp.arange(S) <= jnp.arange(T)[:, None]) if causal else mask
     return jnp.where(mask, jnp.exp(score), 0.0)
 
@@ -100,7 +100,7 @@ def stand_in_backward(q, k, v, length, causal, out, lse, g):
 STAND_IN = Kernel(stand_in_forward, stand_in_backward)
 
 
-@pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("sizes", [*SIZES, (2, 2, 1, 2, 3, 2, 8), (1, 2, 6, 1, 1, 1, 8)])
 def test_two_calls_merged_are_the_attention_of_einsums(sizes):
     args, weight = rows(*sizes)
     merged = partial(fused_cuda.attend_together, kernel=STAND_IN)
@@ -119,23 +119,51 @@ def test_a_kernel_that_forgets_the_other_part_fails_the_comparison():
     assert all(np.abs(x - y).max() > 0.1 for x, y in zip(got[1:], wanted[1:], strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_gradient_for_cuda_calls_cudnn_for_each_part(monkeypatch, dtype):
-    """Lowered without a GPU: JAX's binding takes our arguments. Its version of cuDNN is asked for on a GPU alone."""
-    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+@pytest.fixture
+def cudnn(monkeypatch):
+    """JAX's binding as on a machine with cuDNN: programs for CUDA can be lowered, not compiled."""
+    from jax._src.cudnn import fused_attention_stablehlo
 
-    monkeypatch.setattr(cudnn, "check_cudnn_version", lambda: 91000)
-    args, weight = rows(*SIZES[0])
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 92600)
+    return fused_attention_stablehlo
+
+
+def calls(program, *args) -> list[str]:
+    """The calls of cuDNN in a program lowered for CUDA: which way, and what is masked."""
+    text = program.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    return re.findall(r"@__cudnn\$fmhaSoftmax((?:Backward)?)\(.*?mask_type\\22: \\22(\w+)\\22", text)
+
+
+# The prompt to itself; the group to its prompt; a completion to itself.
+EACH = [("", "PADDING"), ("", "PADDING_CAUSAL"), ("", "PADDING_CAUSAL")]
+BOTH_WAYS = sorted([*EACH, *(("Backward", kind) for _, kind in EACH)])
+
+
+@pytest.mark.parametrize(("dtype", "T"), [("bfloat16", 51), ("float16", 51), ("bfloat16", 1)])
+def test_a_gradient_for_cuda_calls_cudnn_for_each_part(cudnn, dtype, T):
+    args, weight = rows(*SIZES[0][:4], T, *SIZES[0][5:])
     *qkv, mask_PS = args
-    loss = lambda *qkv: jnp.sum(fused_cuda.attend_together(*qkv, mask_PS, T=51) * weight)
+    loss = lambda *qkv: jnp.sum(fused_cuda.attend_together(*qkv, mask_PS, T=T) * weight)
+    program = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
     shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in qkv]
-    lowered = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2))).trace(*shapes).lower(lowering_platforms=("cuda",))
-    assert [x.dtype for x in lowered.out_info[1]] == [dtype] * 3
-    text = lowered.as_text()
-    assert text.count("@__cudnn$fmhaSoftmax(") == text.count("@__cudnn$fmhaSoftmaxBackward(") == 3
-    # The prompt: causal and padded. The group to its prompt: padded. A completion to itself: causal.
-    kinds = re.findall(r"mask_type\\22: \\22(\w+?)\\22", text)
-    assert sorted(kinds) == ["CAUSAL", "CAUSAL", "PADDING", "PADDING", "PADDING_CAUSAL", "PADDING_CAUSAL"]
+    assert sorted(calls(program, *shapes)) == BOTH_WAYS
+    assert [x.dtype for x in program.eval_shape(*shapes)[1]] == [dtype] * 3
+
+
+@pytest.mark.parametrize(("remat", "again"), [("layer", EACH), ("attention", []), ("none", [])])
+def test_a_decoder_for_cuda_keeps_what_its_rematerialisation_says(cudnn, remat, again):
+    model = decoder(dataclasses.replace(TINY, dtype="bfloat16"), remat=remat)
+    params, data = jax.eval_shape(model.init, jax.random.key(0)), batch(packed=True)
+    model = model.with_attention(fused_cuda.attend_together)
+    program = jax.jit(jax.grad(lambda params: loss(model, params, *data)[0]))
+    assert sorted(calls(program, params)) == sorted([*BOTH_WAYS, *again])
+
+
+def test_devices_for_cuda_attend_each_to_its_own(cudnn):
+    mesh, args = make_mesh(), rows(*SIZES[0])[0]
+    attend = spread(mesh, fused_cuda.attend_together, AXES)
+    loss = lambda q: jnp.sum(attend(q, *(x.astype("bfloat16") for x in args[1:3]), args[3], T=51).astype("float32"))
+    assert sorted(calls(jax.jit(jax.grad(loss)), args[0].astype("bfloat16"))) == BOTH_WAYS
 
 
 @pytest.mark.parametrize(
@@ -149,7 +177,7 @@ def test_a_gradient_for_cuda_calls_cudnn_for_each_part(monkeypatch, dtype):
     ],
 )
 def test_what_cudnn_takes(dtype, head_dim, wanted):
-    assert supported(dataclasses.replace(TINY, dtype=dtype, head_dim=head_dim)) == wanted
+    assert takes(dataclasses.replace(TINY, dtype=dtype, head_dim=head_dim)) == wanted
 
 
 class Neighbours(Together):
@@ -230,22 +258,37 @@ def test_devices_attend_each_to_its_own():
     assert float(done.stdout) < 1e-5
 
 
-def test_each_platform_has_its_own():
-    model, half = decoder(TINY), decoder(dataclasses.replace(TINY, dtype="bfloat16", head_dim=16))
-    assert with_fused_attention(model, "tpu") is model.with_attention(attend_together)
-    assert with_fused_attention(half, "cuda") is half.with_attention(fused_cuda.attend_together)
-    assert with_fused_attention(half, "cuda", lambda attention: interpreted) is half.with_attention(interpreted)
-    for one, platform in ((model, "cuda"), (half, "rocm"), (half, "cpu"), (decoder(TINY, attention="einsum"), "tpu")):
-        assert with_fused_attention(one, platform) is one
-
-
-def test_a_gpu_is_cuda_or_rocm():
-    device = lambda platform, version: SimpleNamespace(
-        platform=platform, client=SimpleNamespace(platform_version=version)
+def device(platform, version="", capability="9.0"):
+    return SimpleNamespace(
+        platform=platform, client=SimpleNamespace(platform_version=version), compute_capability=capability
     )
-    assert platform_of(device("gpu", "PJRT C API\ncuda 12090")) == "cuda"
-    assert platform_of(device("gpu", "PJRT C API\nrocm 60300")) == "rocm"
-    assert platform_of(jax.devices()[0]) == "cpu"
+
+
+CUDA, ROCM = (device("gpu", f"PJRT C API\n{name} 60300") for name in ("cuda", "rocm"))
+
+
+def test_each_platform_has_its_own(cudnn):
+    model, half = decoder(TINY), decoder(dataclasses.replace(TINY, dtype="bfloat16", head_dim=16))
+    assert with_fused_attention(model, device("tpu")) is model.with_attention(attend_together)
+    assert with_fused_attention(half, CUDA) is half.with_attention(fused_cuda.attend_together)
+    assert with_fused_attention(half, CUDA, lambda attention: interpreted) is half.with_attention(interpreted)
+    einsum = decoder(TINY, attention="einsum")
+    for one, where in ((model, CUDA), (half, ROCM), (half, jax.devices()[0]), (einsum, device("tpu"))):
+        assert with_fused_attention(one, where) is one
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "wanted"),
+    [("7.5", 92700, 0), ("8.0", 90100, 1), ("9.0", 92599, 0), ("9.0", 92600, 1), ("10.0", 91500, 1), ("9.0", None, 0)],
+)
+def test_cudnn_is_available_where_its_kernels_are_right(monkeypatch, cudnn, capability, version, wanted):
+    def ask():
+        if version is None:
+            raise RuntimeError("cuDNN is not detected.")
+        return version
+
+    monkeypatch.setattr(cudnn, "check_cudnn_version", ask)
+    assert available(device("gpu", "cuda", capability)) == wanted
 
 
 def test_cpus_keep_einsums():
