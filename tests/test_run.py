@@ -153,7 +153,7 @@ def test_the_second_start_compiles_nothing(tmp_path, named):
         assert process.returncode == 0, output
         counts.append(len([path for path in kept.iterdir() if not path.name.endswith("-atime")]))
     assert counts[0] == counts[1] > 3
-    assert (tmp_path / "user").exists() != named
+    assert (tmp_path / "user" / "grpo_jax").exists() != named
 
 
 def test_a_run_folder_is_complete(whole):
