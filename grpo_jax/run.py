@@ -128,12 +128,12 @@ def remat_of(config: TrainConfig, model: LanguageModel, params: Params, length: 
         return config.remat
     c, sizes = config, {} if config.mesh is None else mesh_sizes(config.mesh)
     cuts = devices.parts * c.microbatches
-    tokens = tokens_at_once(c.prompts // cuts, length, c.group_size // c.group_microbatches, c.max_new_tokens)
+    tokens = batch_tokens(c.prompts // cuts, length, c.group_size // c.group_microbatches, c.max_new_tokens)
     room = room_for_training(params, sizes.get("fsdp", 1) * sizes.get("tensor", 1))
     return remat_that_fits(model.config, tokens, room)
 
 
-def tokens_at_once(prompts: int, prompt_length: int, group_size: int, max_new_tokens: int) -> int:
+def batch_tokens(prompts: int, prompt_length: int, group_size: int, max_new_tokens: int) -> int:
     """Tokens of so many prompts with their groups, a prompt's once."""
     return prompts * (prompt_length + group_size * max_new_tokens)
 

@@ -45,6 +45,8 @@ def test_ragged_batches_end_with_the_stop_token_and_half_of_the_groups_teach_not
     again, other = make_inputs(work, 512, STOP, seed=3), make_inputs(work, 512, STOP, seed=4)
     assert all((again[name] == inputs[name]).all() for name in inputs)
     assert (other["length_PG"] != length).any()
+    moved = make_inputs(dataclasses.replace(work, seed=1), 512, STOP, seed=3)
+    assert all((moved[name] == other[name]).all() for name in moved)
 
 
 def test_fixed_batches_have_full_lengths_and_advantages_of_the_paper():
@@ -370,8 +372,9 @@ def test_forced_lengths_leave_the_other_tokens_to_the_model(folder):
     assert len(np.unique(tokens[:, :, 1])) > 3
 
 
-def test_the_program(tmp_path, folder):
-    """Processes, progress, files: everything but the peers, which the tests above run."""
+def test_the_program(tmp_path, folder, monkeypatch):
+    """Processes, progress, files: everything but the peers, which the tests above run. Compiled as users compile."""
+    monkeypatch.delenv("XLA_FLAGS")
     out = tmp_path / "out"
     options = program.Options(
         workloads="T4", peers="", rounds=1, shape="tiny", weights=str(folder), out=str(out),

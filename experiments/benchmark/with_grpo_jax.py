@@ -12,7 +12,7 @@ from grpo_jax.loop import copy
 from grpo_jax.models import LanguageModel, decoder, load_pretrained, remat_that_fits
 from grpo_jax.objectives import grpo
 from grpo_jax.rollout import assemble, leave_out_idle, pack, score, trim
-from grpo_jax.run import room_for_training, tokens_at_once
+from grpo_jax.run import batch_tokens, room_for_training
 from grpo_jax.sampler import generate
 from grpo_jax.train_step import adamw, init_state, make_train_step
 from grpo_jax.types import Batch, Prompts, Rollout
@@ -31,7 +31,7 @@ class GrpoJax:
         self.model, params = load_pretrained(spec.folder, dtype=spec.dtype)
         if not spec.contestant.endswith("_layer"):  # the default of `grpo-jax train`: by memory
             prompts = work.prompts // work.microbatches
-            tokens = tokens_at_once(prompts, work.prompt_length, work.group_size, work.max_new_tokens)
+            tokens = batch_tokens(prompts, work.prompt_length, work.group_size, work.max_new_tokens)
             remat = remat_that_fits(self.model.config, tokens, room_for_training(params))
             self.model = decoder(self.model.config, remat=remat)
         self.model = SINGLE.for_training(self.model)
