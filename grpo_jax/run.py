@@ -25,11 +25,12 @@ from grpo_jax.config import TINY, TrainConfig, load_config, tiny_config
 from grpo_jax.critic import Critic, policy_of, value_network
 from grpo_jax.devices import SINGLE, Devices, Listed, listed, pmapped, sharded
 from grpo_jax.evaluate import Evaluation, evaluate
-from grpo_jax.models import LanguageModel, decoder, load_pretrained, remat_that_fits
+from grpo_jax.models import LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
 from grpo_jax.parallel import make_mesh, mesh_sizes
 from grpo_jax.processes import leader, together
 from grpo_jax.rollout import rollout_shapes
+from grpo_jax.room import remat_by_memory
 from grpo_jax.tasks import TASKS, Task
 from grpo_jax.tokenizer import Tokenizer, load_tokenizer
 from grpo_jax.train_step import adamw
@@ -126,28 +127,12 @@ def remat_of(config: TrainConfig, model: LanguageModel, params: Params, length: 
     """What a layer keeps for its backward pass: as the configuration says, or by the memory of a device."""
     if config.remat != "auto":
         return config.remat
-    c, sizes = config, {} if config.mesh is None else mesh_sizes(config.mesh)
-    cuts = devices.parts * c.microbatches
-    tokens = batch_tokens(c.prompts // cuts, length, c.group_size // c.group_microbatches, c.max_new_tokens)
-    room = room_for_training(params, sizes.get("fsdp", 1) * sizes.get("tensor", 1))
-    return remat_that_fits(model.config, tokens, room)
-
-
-def batch_tokens(prompts: int, prompt_length: int, group_size: int, max_new_tokens: int) -> int:
-    """Tokens of so many prompts with their groups, a prompt's once."""
-    return prompts * (prompt_length + group_size * max_new_tokens)
-
-
-def room_for_training(params: Params, parts: int = 1) -> int:
-    """Bytes of a device that a backward pass may fill with what the forward pass keeps.
-
-    That is half of what is left beside a device's part of the weights, of two moments, of a reference and of a float32
-    gradient, if they are spread over so many `parts`.
-    """
-    stats = jax.local_devices()[0].memory_stats() or {}  # processors' cores share the memory of the host
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
-    held = sum(4 * x.nbytes + 4 * x.size for x in jax.tree.leaves(params)) // parts
-    return (stats.get("bytes_limit", host) - held) // 2
+    sizes = {} if config.mesh is None else mesh_sizes(config.mesh)
+    prompts = config.prompts // (devices.parts * config.microbatches)
+    return remat_by_memory(
+        model.config, params, prompts, length, config.group_size // config.group_microbatches, config.max_new_tokens,
+        parts=sizes.get("fsdp", 1) * sizes.get("tensor", 1),
+    )  # fmt: skip
 
 
 def reference_rule(config: TrainConfig) -> Callable | None:

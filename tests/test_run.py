@@ -16,6 +16,7 @@ from rich.console import Console
 from toy import OPTIONS, finished_run, install, launch, letters
 
 from grpo_jax import checkpoint, loop, report, run
+from grpo_jax import room as room_of
 from grpo_jax.config import TrainConfig, load_config
 from grpo_jax.models import decoder
 from grpo_jax.objectives import grpo
@@ -76,7 +77,7 @@ def same_run(left, right):
 )
 def test_what_a_layer_keeps_is_chosen_by_memory(monkeypatch, remat, room, expected):
     made = []
-    monkeypatch.setattr(run, "room_for_training", lambda params, parts=1: room)
+    monkeypatch.setattr(room_of, "room_for_training", lambda params, parts=1: room)
     monkeypatch.setattr(run, "decoder", lambda config, **options: made.append(options) or decoder(config, **options))
     run.build(TrainConfig(task="letters", remat=remat).resolved())
     assert made[-1] == {"remat": expected, "scan": False}
@@ -85,9 +86,9 @@ def test_what_a_layer_keeps_is_chosen_by_memory(monkeypatch, remat, room, expect
 def test_room_for_training_is_half_of_what_the_state_leaves():
     """Weights, two moments and a reference in their own type, a gradient in float32, over the parts of a mesh."""
     params = {"a": np.zeros(10**6, np.float32), "b": np.zeros(10**6, np.float16)}
-    whole = run.room_for_training({})
-    assert 2 * (whole - run.room_for_training(params)) == (16 + 4 + 8 + 4) * 10**6
-    assert 2 * (whole - run.room_for_training(params, 4)) == (16 + 4 + 8 + 4) * 10**6 // 4
+    whole = room_of.room_for_training({})
+    assert 2 * (whole - room_of.room_for_training(params)) == (16 + 4 + 8 + 4) * 10**6
+    assert 2 * (whole - room_of.room_for_training(params, 4)) == (16 + 4 + 8 + 4) * 10**6 // 4
 
 
 def kill_when(process, condition, delay):

@@ -9,10 +9,10 @@ import optax
 
 from grpo_jax.devices import SINGLE
 from grpo_jax.loop import copy
-from grpo_jax.models import LanguageModel, decoder, load_pretrained, remat_that_fits
+from grpo_jax.models import LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import grpo
 from grpo_jax.rollout import assemble, leave_out_idle, pack, score, trim
-from grpo_jax.run import batch_tokens, room_for_training
+from grpo_jax.room import remat_by_memory
 from grpo_jax.sampler import generate
 from grpo_jax.train_step import adamw, init_state, make_train_step
 from grpo_jax.types import Batch, Prompts, Rollout
@@ -31,9 +31,8 @@ class GrpoJax:
         self.model, params = load_pretrained(spec.folder, dtype=spec.dtype)
         if not spec.contestant.endswith("_layer"):  # the default of `grpo-jax train`: by memory
             prompts = work.prompts // work.microbatches
-            tokens = batch_tokens(prompts, work.prompt_length, work.group_size, work.max_new_tokens)
-            remat = remat_that_fits(self.model.config, tokens, room_for_training(params))
-            self.model = decoder(self.model.config, remat=remat)
+            lengths = work.prompt_length, work.group_size, work.max_new_tokens
+            self.model = decoder(self.model.config, remat=remat_by_memory(self.model.config, params, prompts, *lengths))
         self.model = SINGLE.for_training(self.model)
         self.objective = grpo(low=0.2, high=0.2, beta=work.beta)
         self.prompts = Prompts(jnp.asarray(inputs["prompt_PS"]), jnp.ones(inputs["prompt_PS"].shape, bool))
