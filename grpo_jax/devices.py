@@ -319,7 +319,12 @@ def _pmapped(count: int) -> Devices:
 
         return _program(made, function, (inputs, outputs, donate), lay, make, finish)
 
-    return base._replace(name=f"pmap over {count}", axis_name=AXIS, for_training=_same, per_prompt=per_prompt)
+    return base._replace(
+        name=f"pmap over {count}",
+        axis_name=AXIS,
+        for_training=lambda model: with_fused_attention(model, mesh.devices.flat[0]),
+        per_prompt=per_prompt,
+    )
 
 
 def _commit(x: Any) -> jax.Array:

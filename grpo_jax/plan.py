@@ -90,6 +90,8 @@ class PlanConfig:
     """Parts that the prompts of an update are cut into."""
     group_microbatches: int = 1
     """Parts that each group is cut into."""
+    seats: int | None = None
+    """Completions of a prompt that the sampler computes at once, the others wait for a free seat; None: all of them."""
     objective: str = "grpo"
     """The loss, by its preset's name."""
     objective_args: tuple[str, ...] = ("beta=0.0",)
@@ -108,7 +110,7 @@ class PlanConfig:
         choose("remat", self.remat, REMAT)
         keyword_arguments(PRESETS[self.objective], self.objective_args, "objective-args")
         sizes = ("prompts", "group_size", "prompt_length", "max_new_tokens", "microbatches", "group_microbatches")
-        for field in sizes:
+        for field in (*sizes, "seats"):
             at_least(field, getattr(self, field), 1)
         sizes = self.mesh_sizes
         chips = sizes["data"] * sizes["fsdp"] * sizes["tensor"]
@@ -126,6 +128,8 @@ class PlanConfig:
             raise ValueError(
                 f"--group-microbatches ({self.group_microbatches}) must divide --group-size ({self.group_size})"
             )
+        if self.seats is not None and self.seats > self.group_size:
+            raise ValueError(f"--seats ({self.seats}) must be at most --group-size ({self.group_size})")
 
     @property
     def mesh_sizes(self) -> dict[str, int]:
@@ -317,8 +321,9 @@ class Shapes(NamedTuple):
         prompts = _laid(prompts, batch_shardings(self.mesh, prompts, rules))
         key = jax.eval_shape(lambda: jax.random.key(0))
         sample = partial(
-            generate, self.model, group_size=config.group_size, max_new_tokens=config.max_new_tokens, stop_ids=(0,)
-        )
+            generate, self.model, group_size=config.group_size, max_new_tokens=config.max_new_tokens, stop_ids=(0,),
+            seats=config.seats,
+        )  # fmt: skip
         out = batch_shardings(self.mesh, jax.eval_shape(sample, self.weights, prompts, key))
         return jax.jit(sample, out_shardings=out), self.weights, prompts, _laid(key, replicated(self.mesh))
 

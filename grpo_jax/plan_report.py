@@ -70,6 +70,7 @@ def figures(plan: Plan) -> dict[str, Any]:
         "decode_weights": config.decode_weights,
         "prompts": config.batch,
         "group_size": config.group_size,
+        "seats": config.seats or config.group_size,
         "prompt_length": config.prompt_length,
         "max_new_tokens": config.max_new_tokens,
         "microbatches": config.microbatches,
@@ -130,6 +131,9 @@ def _for_sampler(plan: Plan, sampler: Program) -> list[str | None]:
     rows = config.batch // (sizes["data"] * sizes["fsdp"])
     if rows > 1:
         found.append(f"--prompts {config.batch // rows}: fewer caches at a time, now {rows} prompts a chip")
+    seats = config.seats or config.group_size
+    if seats > 1:
+        found.append(f"--seats {seats // 2}: caches of half as many completions of a prompt, now {seats}")
     if config.dtype == "float32":
         found.append("--dtype bfloat16: halves weights and caches")
     return found
@@ -179,10 +183,11 @@ def show(plan: Plan, console: Console) -> None:
     """Prints a plan."""
     told, config = figures(plan), plan.config
     axes = " × ".join(f"{axis} {size}" for axis, size in config.mesh_sizes.items() if size > 1) or "one chip"
+    seats = "" if config.seats is None else f" ({config.seats} sampled at a time)"
     console.print(
         f"{config.model} ({plan.parameters / 1e9:.2f} billion parameters, {config.dtype}) on {plan.topology.name}: "
         f"{plan.topology.chips} chips as {axes}\n{config.batch} prompts of {config.prompt_length} tokens × "
-        f"{config.group_size} completions of {config.max_new_tokens}, {config.microbatches} × "
+        f"{config.group_size} completions of {config.max_new_tokens}{seats}, {config.microbatches} × "
         f"{config.group_microbatches} micro-batches, {config.objective}, weights in decoding: {config.decode_weights}",
         highlight=False,
     )

@@ -193,8 +193,13 @@ def _generate(
     def ended(state, index, seat_Pg):
         return take(state[3], seat_Pg) | (index >= T)
 
+    def place(steps, index_Pg):
+        """Which token of its sample each seat decodes."""
+        return index_Pg if refill else 1 + steps
+
     def body(carry):
-        index, state, own, seat_Pg, next_P = carry
+        steps, index, state, own, seat_Pg, next_P = carry
+        index = place(steps, index)
         index_Pg = jnp.broadcast_to(index, seat_Pg.shape)
         last = jax.vmap(lambda tokens_GT, seat, at: tokens_GT[seat, at - 1])(state[0], seat_Pg, index_Pg)
         hidden, own = step(weights, cache, own, index - 1, last)
@@ -205,25 +210,25 @@ def _generate(
             free &= waiting < group_size
             seat_Pg, index = jnp.where(free, waiting, seat_Pg), jnp.where(free, 1, index)
             next_P += free.sum(1)
-        return index, state, own, seat_Pg, next_P
+        return 1 + steps, index if refill else None, state, own, seat_Pg, next_P
 
     # The samples of a prompt that go on sit in fewer and fewer seats, of a few fixed numbers.
     sizes = sorted({-(-seats * part // (compact + 1)) for part in range(1, compact + 2)}, reverse=True)
-    first = jnp.ones((P, seats), jnp.int32) if refill else 1
-    carry = (first, state, own, seat_PG[:, :seats], jnp.full(P, seats))
+    longest = -(-group_size // seats) * (T - 1)  # token steps, if no completion stops before T
+    carry = (0, jnp.ones((P, seats), jnp.int32) if refill else None, state, own, seat_PG[:, :seats], jnp.full(P, seats))
     for fewer in (*sizes[1:], 0):
 
         def going(carry, fewer=fewer):
-            index, state, _, seat_Pg, next_P = carry
-            busy_P = jnp.sum(~ended(state, index, seat_Pg), axis=1) + (next_P < group_size) * seats
-            more = jnp.max(busy_P) > fewer
-            return more if refill else (index < T) & more  # the bound is said outright, for who counts the loop's steps
+            steps, index, state, _, seat_Pg, next_P = carry
+            busy_P = jnp.sum(~ended(state, place(steps, index), seat_Pg), axis=1)
+            # The bound follows from the rest; it is said outright for those who count the loop's steps.
+            return (steps < longest) & (jnp.max(busy_P + (next_P < group_size) * seats) > fewer)
 
-        index, state, own, seat_Pg, next_P = jax.lax.while_loop(going, body, carry)
-        order = jnp.argsort(ended(state, index, seat_Pg), axis=1, stable=True)[:, :fewer]
+        steps, index, state, own, seat_Pg, next_P = jax.lax.while_loop(going, body, carry)
+        order = jnp.argsort(ended(state, place(steps, index), seat_Pg), axis=1, stable=True)[:, :fewer]
         kept = lambda a, order=order: take(a, order)
-        carry = (kept(index) if refill else index, state, jax.tree.map(kept, own), kept(seat_Pg), next_P)
-    _, (tokens, logp, length, done), *_ = carry
+        carry = (steps, jax.tree.map(kept, index), state, jax.tree.map(kept, own), kept(seat_Pg), next_P)
+    _, _, (tokens, logp, length, done), *_ = carry
     mask = jnp.arange(T) < length[..., None]
     return Rollout(prompts, tokens, mask, logp, done)
 

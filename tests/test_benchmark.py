@@ -9,6 +9,7 @@ from functools import cache, partial
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
 from experiments.benchmark import __main__ as program
 from experiments.benchmark import agreement, driver, weights, worker
@@ -220,7 +221,7 @@ def test_json_tables_and_ratios():
         "T1": {
             "grpo_jax": [result(1.0, temp_bytes=10**6), result(3.0, temp_bytes=10**6), result(2.0, temp_bytes=10**6)],
             "grpo_jax_layer": [result(1.0, temp_bytes=2 * 10**6)],
-            "trl": [result(8.0)],
+            "trl": [result(8.0, device_peak_bytes=3 * 10**9)],
             "tunix": [result(6.0, temp_bytes=5 * 10**6)],
             "transformers": [{"failed": "out of memory"}],
         }
@@ -253,6 +254,7 @@ def test_json_tables_and_ratios():
         f"{work['train_flops'] / 1e9 / 1.1:.0%}",
         f"{max(work['decode_reads'] * 4 / 1e8, work['decode_flops'] / 1e9) / 0.6:.0%}",
     ]
+    assert [row[-2] for row in report.cells("T1")] == ["1.00", "1.00", "3.00", "1.00"]  # a GPU's memory where there is one
     markdown = report.markdown()
     assert all(text in markdown for text in ("| trl |", "step 3.00×", "2026-01-01", "- a note"))
 
@@ -281,6 +283,13 @@ def test_a_peer_that_is_not_installed_is_left_out_and_said_so(folder, tmp_path):
     assert plan.contestants == ("machine_jax", "grpo_jax", "grpo_jax_layer")
     assert "jax" in versions
     assert any("tunix is left out" in note for note in notes)
+
+
+def test_progress_is_told_without_a_terminal(plan, workers, capsys):
+    program.measure(plan, Console(width=100))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("benchmark 0/6  T1 round 1 machine_jax: step 1 s")
+    assert lines[-1].startswith("benchmark 6/6")
 
 
 # --- contestants --------------------------------------------------------------------------------------------------
@@ -315,6 +324,7 @@ def test_peers_take_the_same_first_step(measured, peer, workload):
     assert np.abs(ours["loss"]) > 1e-3
     agreement.check(workload, peer, ours, theirs)
     assert (found["temp_bytes"], own["temp_bytes"] > 0) == (None, True)
+    assert (found["device_peak_bytes"], own["device_peak_bytes"]) == (None, None)  # of an accelerator
     assert all(len(seconds) == 1 and seconds[0] > 0 for seconds in found["stages"].values())
 
 

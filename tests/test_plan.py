@@ -41,6 +41,8 @@ libtpu = pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="
         ({"prompts": 16, "microbatches": 2}, "multiple of 32"),
         ({"group_size": 8, "group_microbatches": 3}, "must divide --group-size"),
         ({"prompt_length": 0}, "--prompt-length must be at least 1"),
+        ({"seats": 0}, "--seats must be at least 1"),
+        ({"group_size": 8, "seats": 9}, "--seats (9) must be at most --group-size (8)"),
         ({"objective": "grpp"}, "did you mean 'grpo'"),
         ({"objective_args": ("gamma=1",)}, "takes no 'gamma'"),
         ({"dtype": "int8"}, "'int8' is not known"),
@@ -182,7 +184,11 @@ def test_advice_for_a_sampler_whose_weights_are_too_large():
     assert found[0].startswith("--mesh data=1,fsdp=8,tensor=2")
     assert found[1].startswith("--decode-weights split: the sampler's weights take 14.0 GiB")
     caches = program("sampler", argument=1, temp=16, resident=2)
-    assert suggestions(planned(program(), caches))[0].startswith("--prompts 16: fewer caches")
+    found = suggestions(planned(program(), caches))
+    assert found[0].startswith("--prompts 16: fewer caches")
+    assert found[1].startswith("--seats 4: caches of half as many completions of a prompt, now 8")
+    assert suggestions(planned(program(), caches, prompts=16, seats=2))[0].startswith("--seats 1")
+    assert not any(advice.startswith("--seats") for advice in suggestions(planned(program(), caches, seats=1)))
 
 
 def test_figures_hold_what_is_promised_and_print():
@@ -200,6 +206,7 @@ def test_figures_hold_what_is_promised_and_print():
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     show(made, console)
     text = console.export_text()
+    assert "8 completions of 1024, 1 × 1" in text
     assert "does not fit" in text
     assert "all-gather" in text
     assert all(advice in " ".join(text.split()) for advice in told["suggestions"])
@@ -289,6 +296,17 @@ def test_training_attends_by_kernels_on_each_chip(optimized):
     counts = hlo.count(program.as_text())
     assert all(c.kind == "all-reduce" and c.bytes <= 4 for c in counts.collectives)  # of the loss, at most
     assert counts.flops == (2 + 3 + 4) * 2 * 6 * 128**2 * d * (P // 2) * (K // 2) * h
+
+
+@libtpu
+def test_seats_hold_fewer_caches_for_more_steps(folder, optimized):
+    sizes = {"group_size": 8, "prompt_length": 16, "max_new_tokens": 256}
+    plans = [small_plan(folder, 2, **sizes, seats=seats) for seats in (None, 2)]
+    whole, few = (make_plan(config, only=("sampler",)).programs["sampler"] for config in plans)
+    cache = 2 * SMALL.num_hidden_layers * 4 * SMALL.num_key_value_heads * SMALL.head_dim * 256  # of one completion
+    assert whole.temp_bytes - few.temp_bytes > 0.9 * 6 * cache
+    assert 255 in whole.counts.loops.values()
+    assert 4 * 255 in few.counts.loops.values()
 
 
 @libtpu

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from toy import bigram
 
+from grpo_jax import hlo
 from grpo_jax.policy import Sampling, completion_logp
 from grpo_jax.sampler import draw, generate
 from grpo_jax.types import Prompts
@@ -83,6 +84,22 @@ def test_compaction_and_seats_decode_fewer_sequences():
         jax.effects_barrier()
         lengths = [int(n) for n in out.mask_PGT[0].sum(-1)]
         assert len(decoded) == seats * steps_with_seats(lengths, seats)
+
+
+@pytest.mark.parametrize("seats", [1, 3, 4, None])
+def test_the_number_of_steps_has_a_bound_that_full_completions_reach(tiny_model, tiny_params, prompts, seats):
+    options = {"group_size": 7, "max_new_tokens": 6, "seats": seats}
+    text = generate.lower(tiny_model, tiny_params, prompts, KEY, **options).compile().as_text()
+    bound = steps_with_seats([6] * 7, seats or 7)
+    assert bound in hlo.count(text).loops.values()
+    assert sample(tiny_model, tiny_params, prompts, **options).mask_PGT.all()
+
+
+def test_one_token_each_is_drawn_without_a_step(tiny_model, tiny_params, prompts):
+    whole = sample(tiny_model, tiny_params, prompts, max_new_tokens=1)
+    few = sample(tiny_model, tiny_params, prompts, max_new_tokens=1, seats=2)
+    np.testing.assert_array_equal(few.tokens_PGT, whole.tokens_PGT)
+    assert few.mask_PGT.all()
 
 
 def test_inside_a_compiled_function_and_by_itself_are_the_same(tiny_model, tiny_params, prompts):

@@ -19,13 +19,13 @@ from pathlib import Path
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from experiments.benchmark import driver
 from experiments.benchmark.agreement import DisagreementError
 from experiments.benchmark.driver import Plan, WorkerError
 from experiments.benchmark.report import Report, machine_rates
 from experiments.benchmark.workloads import SHAPES, WORKLOADS
+from grpo_jax.report import Screen
 
 PEERS = ("transformers", "trl", "tunix")
 
@@ -141,17 +141,18 @@ def processor() -> str:
 
 
 def measure(plan: Plan, console: Console) -> tuple[dict, dict, list[str]]:
-    """`driver.measure` behind a progress bar that says who does what."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("benchmark", total=sum(1 for _ in driver.specs(plan)))
+    """`driver.measure` behind a progress display that says who does what; without a terminal, a line now and then."""
+    done = 0
+    with Screen(console, interval=30).phase("benchmark", sum(1 for _ in driver.specs(plan))) as show:
 
         def tell(contestant, workload, number, event):
+            nonlocal done
             if event is None:
-                progress.advance(task)
+                done += 1
+                show(done)
                 return
-            done = f"{event['stage']} {event['seconds']:.3g} s, peak {event['peak_rss_bytes'] / 1e9:.1f} GB"
-            progress.update(task, description=f"{workload} round {number + 1} {contestant}: {done}")
+            told = f"{event['stage']} {event['seconds']:.3g} s, peak {event['peak_rss_bytes'] / 1e9:.1f} GB"
+            show(done, note=f"{workload} round {number + 1} {contestant}: {told}")
 
         return driver.measure(plan, tell)
 

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from experiments.benchmark.workloads import WORKLOADS, Workload, necessary_work
 
-FIELDS = ("step_s", "sample_s", "reference_s", "train_s", "compile_s", "temp_bytes", "peak_rss_bytes")
+FIELDS = ("step_s", "sample_s", "reference_s", "train_s", "compile_s", "temp_bytes", "peak_rss_bytes", "device_peak_bytes")
 STAGES = ("sample", "reference", "train", "step")
 NAMED_PEERS = ("trl", "tunix")  # ratios are against the faster of these, and against the PyTorch loop
 COLUMNS = (
@@ -38,7 +38,13 @@ def combine(rounds: Iterable[dict], parts: tuple[str, ...]) -> dict[str, Any] | 
         "compile_s": statistics.median(r["compile_s"] for r in rounds),
         "temp_bytes": rounds[0]["temp_bytes"],
         "peak_rss_bytes": max(r["peak_rss_bytes"] for r in rounds),
+        "device_peak_bytes": max((r["device_peak_bytes"] for r in rounds if r.get("device_peak_bytes")), default=None),
     }
+
+
+def peak_memory(row: dict) -> float:
+    """Of the accelerator where there is one, else of the process; bytes."""
+    return row["device_peak_bytes"] or row["peak_rss_bytes"]
 
 
 def machine_rates(rates: dict[str, list[dict]]) -> dict[str, float]:
@@ -104,7 +110,7 @@ def table_rows(rows: dict[str, dict], work: dict[str, float], rates: dict[str, f
             f"{work['tokens'] / row['step_s']:.0f}",
             *(f"{share[k]:.0%}" if k in share else "–" for k in ("train", "decode")),
             f"{row['compile_s']:.3g}",
-            f"{row['peak_rss_bytes'] / 1e9:.2f}",
+            f"{peak_memory(row) / 1e9:.2f}",
             "–" if temp is None else f"{temp / 1e9:.3g}",
         ])  # fmt: skip
     return cells
@@ -193,9 +199,9 @@ class Report:
             seconds.margins(x=0.15)
             title = textwrap.fill(f"{workload}: {WORKLOADS[workload].title}", 76)  # as wide as the panel
             seconds.set_title(title, fontsize=8, loc="left")
-            memory.barh(names, [rows[name]["peak_rss_bytes"] / 1e9 for name in names], color="#54a24b")
+            memory.barh(names, [peak_memory(rows[name]) / 1e9 for name in names], color="#54a24b")
             memory.set_yticklabels([])
-            memory.set_title("peak resident memory, GB", fontsize=8, loc="left")
+            memory.set_title("peak memory, GB", fontsize=8, loc="left")
             for axis in (seconds, memory):
                 axis.spines[["top", "right"]].set_visible(False)
                 axis.tick_params(labelsize=8)

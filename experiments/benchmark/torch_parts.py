@@ -20,6 +20,11 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def device_peak_bytes() -> int | None:
+    """The most of a GPU's memory that tensors held so far."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+
+
 def load(spec, dtype: str):
     """The model with PyTorch's fused attention."""
     dtype = getattr(torch, dtype)

@@ -109,6 +109,9 @@ class GrpoJax:
     def temp_bytes(self) -> int:
         return self.compiled.memory_analysis().temp_size_in_bytes
 
+    def device_peak_bytes(self) -> int | None:
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
 
 def compared_gradient(opt_state) -> np.ndarray:
     """The clipped gradient of q in the middle layer, `[H·d, D]`: AdamW's first moment after one update is 0.1 of it."""

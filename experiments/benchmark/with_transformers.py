@@ -8,6 +8,7 @@ import torch
 from experiments.benchmark.torch_parts import (
     compared_gradient,
     device,
+    device_peak_bytes,
     force_lengths,
     generation_cache,
     load,
@@ -120,3 +121,6 @@ class Loop:
 
     def temp_bytes(self) -> None:
         return None
+
+    def device_peak_bytes(self) -> int | None:
+        return device_peak_bytes()

@@ -20,6 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 from experiments.benchmark.torch_parts import (
     compared_gradient,
     device,
+    device_peak_bytes,
     force_lengths,
     generation_cache,
     load,
@@ -187,3 +188,6 @@ class Trl:
 
     def temp_bytes(self) -> None:
         return None
+
+    def device_peak_bytes(self) -> int | None:
+        return device_peak_bytes()

@@ -206,3 +206,6 @@ class Tunix:
 
     def temp_bytes(self) -> int:
         return self.compiled.memory_analysis().temp_size_in_bytes
+
+    def device_peak_bytes(self) -> int | None:
+        return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

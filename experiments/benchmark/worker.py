@@ -7,6 +7,7 @@ before it knows which contestant it is. A contestant is a module with `build(spe
     step(clock) -> array   a whole step of its own: sample, score, reference, train; returns the lengths `[P, G]`
     reference(clock)       the reference log-probabilities of the given batch alone
     temp_bytes() -> int    XLA's temporaries of the compiled update, None without XLA
+    device_peak_bytes() -> int   the most of an accelerator's memory in use so far, None without one
 """
 
 import importlib
@@ -77,6 +78,7 @@ def measure(contestant, spec: SimpleNamespace, inputs: dict[str, np.ndarray]) ->
         "compile_s": sum(max(0.0, firsts[stage] - usual[stage]) for stage in STAGES if stage in firsts),
         "temp_bytes": contestant.temp_bytes(),
         "peak_rss_bytes": peak_rss(),
+        "device_peak_bytes": contestant.device_peak_bytes(),
         "loss": first["loss"],
         "grad_norm": first["grad_norm"],
     }

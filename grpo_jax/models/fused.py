@@ -8,7 +8,7 @@ part (the prompt, or one completion) or if j is the prompt's:
 which is what `attend_causal` gives for the prompt alone and for completions after it. `real` is false for the prompt's
 padding, which is never read. TPUs do it in one Pallas kernel (`fused_tpu`), NVIDIA's GPUs by cuDNN (`fused_cuda`).
 
-Left out on purpose: encoding a prompt to sample from it, decoding, `pmap`, and AMD's GPUs.
+Left out on purpose: encoding a prompt to sample from it, decoding, and AMD's GPUs.
 """
 
 from collections.abc import Callable
