@@ -185,10 +185,20 @@ def _generate(
     zero_PG = jnp.zeros(shape, jnp.int32)
     # Every sample's first token is drawn here, so that a sample that takes a seat later only needs its last token.
     state = write(empty, *choose(hidden, zero_PG, seat_PG), zero_PG, seat_PG)
-    own = jax.tree.map(lambda a: jnp.broadcast_to(a, (P, seats, *a.shape)), model.empty(T))
     refill = seats < group_size  # then each seat is at a token of its own; else all are at the same
     each = 0 if refill else None
-    step = jax.vmap(jax.vmap(model.decode, in_axes=(None, None, 0, each, 0)), in_axes=(None, 0, 0, each, 0))
+    in_seats = jax.vmap(model.decode, in_axes=(None, None, 0, each, 0))
+    step = jax.vmap(in_seats, in_axes=(None, 0, 0, each, 0))
+    alone = P == 1
+    if alone:  # its caches have no axis of prompts: with one of size 1, XLA's CPU back end copies them at every token
+
+        def step(weights, cache, own, index, last_Pg):
+            one = partial(jax.tree.map, lambda a: a[0])
+            hidden_gD, own = in_seats(weights, one(cache), own, one(index) if refill else index, one(last_Pg))
+            return hidden_gD[None], own
+
+    axes = (seats,) if alone else (P, seats)
+    own = jax.tree.map(lambda a: jnp.broadcast_to(a, (*axes, *a.shape)), model.empty(T))
 
     def ended(state, index, seat_Pg):
         return take(state[3], seat_Pg) | (index >= T)
@@ -227,7 +237,8 @@ def _generate(
         steps, index, state, own, seat_Pg, next_P = jax.lax.while_loop(going, body, carry)
         order = jnp.argsort(ended(state, place(steps, index), seat_Pg), axis=1, stable=True)[:, :fewer]
         kept = lambda a, order=order: take(a, order)
-        carry = (steps, jax.tree.map(kept, index), state, jax.tree.map(kept, own), kept(seat_Pg), next_P)
+        own = jax.tree.map((lambda a, order=order: a[order[0]]) if alone else kept, own)
+        carry = (steps, jax.tree.map(kept, index), state, own, kept(seat_Pg), next_P)
     _, _, (tokens, logp, length, done), *_ = carry
     mask = jnp.arange(T) < length[..., None]
     return Rollout(prompts, tokens, mask, logp, done)

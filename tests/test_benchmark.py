@@ -254,7 +254,8 @@ def test_json_tables_and_ratios():
         f"{work['train_flops'] / 1e9 / 1.1:.0%}",
         f"{max(work['decode_reads'] * 4 / 1e8, work['decode_flops'] / 1e9) / 0.6:.0%}",
     ]
-    assert [row[-2] for row in report.cells("T1")] == ["1.00", "1.00", "3.00", "1.00"]  # a GPU's memory where there is one
+    peaks = [row[-2] for row in report.cells("T1")]  # a GPU's memory where there is one
+    assert peaks == ["1.00", "1.00", "3.00", "1.00"]
     markdown = report.markdown()
     assert all(text in markdown for text in ("| trl |", "step 3.00×", "2026-01-01", "- a note"))
 

@@ -7,6 +7,7 @@ import pytest
 from toy import bigram
 
 from grpo_jax import hlo
+from grpo_jax.hlo_text import parse, size
 from grpo_jax.policy import Sampling, completion_logp
 from grpo_jax.sampler import draw, generate
 from grpo_jax.types import Prompts
@@ -93,6 +94,17 @@ def test_the_number_of_steps_has_a_bound_that_full_completions_reach(tiny_model,
     bound = steps_with_seats([6] * 7, seats or 7)
     assert bound in hlo.count(text).loops.values()
     assert sample(tiny_model, tiny_params, prompts, **options).mask_PGT.all()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_no_cache_is_copied_at_a_token(tiny_model, tiny_params, prompts, optimized, count):
+    few = jax.tree.map(lambda x: x[:count], prompts)
+    text = generate.lower(tiny_model, tiny_params, few, KEY, group_size=4, max_new_tokens=10).compile().as_text()
+    module, c = parse(text), tiny_model.config
+    cache = count * 4 * c.num_key_value_heads * c.head_dim * 10  # keys or values of a layer, all completions
+    inside = [one for name, one in module.computations.items() if name != module.entry]
+    copied = [i for one in inside for i in one.instructions.values() if i.op == "copy"]
+    assert not [i for i in copied if size(i.shape) == 4 * cache]
 
 
 def test_one_token_each_is_drawn_without_a_step(tiny_model, tiny_params, prompts):

@@ -12,7 +12,16 @@ from rich.table import Table
 
 from experiments.benchmark.workloads import WORKLOADS, Workload, necessary_work
 
-FIELDS = ("step_s", "sample_s", "reference_s", "train_s", "compile_s", "temp_bytes", "peak_rss_bytes", "device_peak_bytes")
+FIELDS = (
+    "step_s",
+    "sample_s",
+    "reference_s",
+    "train_s",
+    "compile_s",
+    "temp_bytes",
+    "peak_rss_bytes",
+    "device_peak_bytes",
+)
 STAGES = ("sample", "reference", "train", "step")
 NAMED_PEERS = ("trl", "tunix")  # ratios are against the faster of these, and against the PyTorch loop
 COLUMNS = (
