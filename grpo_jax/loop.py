@@ -33,6 +33,7 @@ from grpo_jax.rollout import (
     group_statistics,
     leave_out_idle,
     lengths,
+    masks_together,
     pack,
     packings,
     prompt_texts,
@@ -49,8 +50,10 @@ from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.train_step import init_state, make_train_step
 from grpo_jax.types import Batch, Params, Prompts, Rollout, TrainState
 
-# Mean |log π − log π_sampler| above which sampler and trainer cannot be the same distribution, by parameter dtype.
+# Mean |log π − log π_sampler| above which sampler and trainer cannot be the same distribution, by the type that the
+# factors of products have. TPUs round those of float32 to bfloat16, GPUs to as many bits as float16, unless told else.
 GAP = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+ROUNDED = {"tpu": "bfloat16", "gpu": "float16"}
 
 
 ON_ERROR = ("raise", "none")
@@ -175,7 +178,7 @@ def train(
         ), ("decode", "prompts", "whole", "first"), "rows",
     )  # fmt: skip
     gather = devices.whole_batch(partial(assemble, objective), ("rows", "rows"), "rows")
-    fill = _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk, devices)
+    measure, judge = _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk, devices)
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
     state, key, moved, pending = begin(params, optimizer, seed, critic, devices) if saved is None else saved
     if "ref_logp_T" not in reads(objective):
@@ -189,9 +192,9 @@ def train(
     held, own = devices.held(prompts_per_step), devices.own(prompts_per_step)
     fewer = _fewer(prompts_per_step, microbatches, devices.parts)
 
-    def batch_of(params, reference, rollout: Rollout, drawn: Rollout, told: Told, age: int) -> Batch:
+    def batch_of(rollout: Rollout, measured: dict, drawn: Rollout, told: Told, age: int) -> Batch:
         rewards = np.moveaxis(told.reward_PGN, -1, 1) if takes_several(objective) else told.reward_PG
-        samples = fill(params, reference, rollout, drawn, told.at(held), age)
+        samples = measured | judge(drawn, told.at(held), age)
         return gather(rollout, devices.put("rows", rewards.astype(np.float32)), **samples)
 
     def prompts_of(iteration: int) -> Prompts:
@@ -208,7 +211,8 @@ def train(
             for size in lengths(max_new_tokens, length_buckets):
                 trimmed = jax.eval_shape(partial(cut, size=size), drawn)
                 for rollout in packings(trimmed) if pack_rows else [trimmed]:
-                    batch = batch_of(shapes.params, known, rollout, *untold(trimmed, functions, held), 0)
+                    measured = measure(shapes.params, known, rollout)
+                    batch = batch_of(rollout, measured, *untold(trimmed, functions, held), 0)
                     for part in without_idle(objective, batch, fewer, devices) if skip_idle else [batch]:
                         step(shapes, part)
         return list(found.values())
@@ -228,18 +232,21 @@ def train(
             rollout, age = trim(jax.block_until_ready(ahead.popleft()), length_buckets), epochs * min(stale, iteration)
             sampled = time.perf_counter()
             rows = rows_of(iteration, task.train, prompts_per_step, seed)
-            drawn, rows = devices.fetch(rollout), [rows[i] for i in own]
+            # The host sees tokens, masks and which completions have stopped.
+            drawn, rows = devices.fetch(rollout._replace(prompts=None, logp_PGT=None)), [rows[i] for i in own]
             mine = jax.tree.map(lambda x: x[np.isin(held, own)], drawn)
+            if pack_rows:  # by what every process knows
+                places_PN = pack(drawn._replace(mask_PGT=masks_together(mine, own))).places_PN
+                rollout = rollout._replace(places_PN=devices.put("rows", places_PN))
+            # What needs no reward is begun now: devices compute it while the host decodes and scores.
+            measured = measure(state.params, reference, rollout)
             texts, questions = completion_texts(tokenizer, mine), prompt_texts(task, rows)
-            judge = partial(
+            scores = partial(
                 score_rewards, task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error
             )
-            told = scored_together(judge, mine, own)
+            told = scored_together(scores, mine, own)
             scored = time.perf_counter()
-            if pack_rows:  # by what every process knows
-                places_PN = pack(drawn._replace(mask_PGT=told.mask_PGT)).places_PN
-                rollout = rollout._replace(places_PN=devices.put("rows", places_PN))
-            batch = batch_of(state.params, reference, rollout, drawn, told, age)
+            batch = batch_of(rollout, measured, drawn, told, age)
             if skip_idle:
                 batch = leave_out_idle(objective, batch, fewer, devices)
             state, metrics = step(state, batch)
@@ -284,8 +291,9 @@ def _fewer(prompts: int, microbatches: int, parts: int) -> list[int]:
     return sorted({-(-prompts * k // cuts // parts) * parts for k in range(1, cuts)} - {0, prompts})
 
 
-def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk, devices) -> Callable[..., dict]:
-    """A function that computes the fields of `Sample` that the objective reads, and none that it does not."""
+def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk, devices) -> tuple[Callable, Callable]:
+    """Two functions for the fields of `Sample` that the objective reads, and none that it does not: those that models
+    compute, and those that follow from the host's scores."""
     fields, before = reads(objective), reads_in_prepare(objective)
     if critic is None and fields & {"value_T", "old_value_T"}:
         raise ValueError("the objective reads values of a critic: pass critic=value_network(model)")
@@ -295,21 +303,25 @@ def _fields(model, tokenizer, objective, critic, sampling, reward_weights, chunk
     if critic is not None:
         values = devices.per_prompt(critic.values, ("state", "rows", "rows"), "rows")
 
-    def fill(params: Params, reference: Params | None, rollout: Rollout, drawn: Rollout, told: Told, age: int) -> dict:
+    def measure(params: Params, reference: Params | None, rollout: Rollout) -> dict:
         policy, samples = policy_of(critic, params), {}
-        if "reward_T" in fields:
-            samples["reward_T"] = devices.put_rows(step_rewards(tokenizer, drawn, told, reward_weights))
         if "ref_logp_T" in fields:
             samples["ref_logp_T"], _ = logp(reference, rollout)
         if "entropy_T" in before:
             _, samples["entropy_T"] = entropies(policy, rollout)
         if "old_value_T" in fields:
             samples["old_value_T"] = values(params["critic"], rollout.prompts, rollout.tokens_PGT)
+        return samples
+
+    def judge(drawn: Rollout, told: Told, age: int) -> dict:
+        samples = {}
+        if "reward_T" in fields:
+            samples["reward_T"] = devices.put_rows(step_rewards(tokenizer, drawn, told, reward_weights))
         if "age" in fields:
             samples["age"] = devices.put_rows(np.full(drawn.stopped_PG.shape, age, np.int32))
         return samples
 
-    return fill
+    return measure, judge
 
 
 @cache
@@ -375,7 +387,9 @@ def check_rows(task: Task) -> None:
 def _check_gap(metrics: dict, config) -> None:
     """In the first epoch on a batch sampler and trainer have the same parameters: they must agree."""
     dtype = str(getattr(config, "dtype", "float32"))
-    gap, limit = metrics["sampler_gap"], GAP.get(dtype, GAP["float32"])
+    exact = jax.config.jax_default_matmul_precision in ("float32", "highest")
+    rounded = dtype if exact or dtype != "float32" else ROUNDED.get(jax.default_backend(), dtype)
+    gap, limit = metrics["sampler_gap"], GAP.get(rounded, GAP["float32"])
     if not gap <= limit:  # NaN is no agreement either
         raise SamplerMismatchError(
             f"the trainer's log-probabilities differ from the sampler's by {gap:.2g} a token on average (limit "

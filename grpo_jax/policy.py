@@ -1,7 +1,7 @@
 """Log-probabilities of completions: the only shift by one, the only log-softmax.
 
 A prompt is encoded once; its completions attend to its cache. The vocabulary projection runs over chunks of tokens and
-is computed again in the backward pass, so no array of [.., T, V] ever lives.
+is computed again in the backward pass, so that no array of [.., T, V] lives but a small one.
 
 Left out on purpose: sampling (see `sampler`), losses (see `objectives`).
 """

@@ -329,6 +329,12 @@ def untold(rollout: Rollout, functions: int, held: np.ndarray) -> tuple[Rollout,
     return drawn, Told(reward_PGN[..., 0], reward_PGN, [[steps] * G] * P, mask_PGT.any(-1), mask_PGT)
 
 
+def masks_together(mine: Rollout, own: np.ndarray) -> np.ndarray:
+    """The masks of all prompts' completions, `[P, G, T]`, from those of each process, `mine` of the prompts `own`."""
+    rows = sorted(chain(*together(lambda: list(zip(own, mine.mask_PGT.sum(-1), strict=True)))), key=itemgetter(0))
+    return np.arange(mine.mask_PGT.shape[-1]) < np.stack([length_G for _, length_G in rows])[..., None]
+
+
 def scored_together(judge: Callable[[], Scores], mine: Rollout, own: np.ndarray) -> Told:
     """Each process scores its own completions, `mine` of the prompts `own`, and hears of all others.
 

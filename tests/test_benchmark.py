@@ -144,6 +144,7 @@ def workers(monkeypatch):
         if spec["contestant"] == "machine_jax":
             answer = {"flops": 1e9, "bytes_per_s": 1e8}
         path = driver.Path(spec["result"])
+        path.with_suffix(".spec").write_text(json.dumps(spec))
         np.savez(path.with_suffix(".npz"), reference_PGT=np.ones(3), gradient=np.ones(3))
         path.write_text(json.dumps(answer))
         return answer
@@ -170,6 +171,48 @@ def test_contestants_alternate_and_what_is_measured_is_not_measured_again(plan, 
     assert [name for workload, name, _ in more if workload == "T4"] == ["grpo_jax", "trl"]
     with pytest.raises(ValueError, match="repeats 1, now 5: choose another --out"):
         driver.measure(dataclasses.replace(plan, repeats=5), silent)
+
+
+@pytest.mark.parametrize(
+    ("changed", "again"),
+    [
+        ({"memory_limit": 2**35}, ["machine_jax", "grpo_jax", "trl"] * 2),
+        ({"versions": {"trl": {"trl": "2.0"}}}, ["trl"] * 2),
+    ],
+    ids=str,
+)
+def test_what_was_measured_otherwise_is_measured_again(plan, workers, changed, again):
+    driver.measure(plan, silent)
+    workers.started.clear()
+    driver.measure(dataclasses.replace(plan, **changed), silent)
+    assert workers.started == again
+
+
+def test_another_batch_is_measured_again(plan, workers, monkeypatch):
+    driver.measure(plan, silent)
+    workers.started.clear()
+    monkeypatch.setitem(WORKLOADS, "T1", dataclasses.replace(WORKLOADS["T1"], seed=1))
+    driver.measure(plan, silent)
+    assert workers.started.count("grpo_jax") == 2
+    with np.load(plan.out / "T1" / "inputs.npz") as found:
+        np.testing.assert_array_equal(found["tokens_PGT"], make_inputs(WORKLOADS["T1"], 512, STOP)["tokens_PGT"])
+
+
+def test_an_accelerator_attends_as_is_said_and_multiplies_float32_in_full(plan, workers, monkeypatch):
+    monkeypatch.setattr(driver, "accelerator", lambda: "gpu")
+    workers.answers["grpo_jax"] = result(attention="einsums")
+    _, _, notes = driver.measure(plan, silent)
+    assert "T1: grpo_jax attends by einsums in training" in notes
+
+
+def test_a_process_that_misses_the_accelerator_ends(tmp_path, folder, monkeypatch):
+    """PyTorch or JAX without CUDA on a machine with a GPU: no figures of its processor beside those of the GPU."""
+    inputs = tmp_path / "inputs.npz"
+    np.savez(inputs, **make_inputs(WORKLOADS["T1"], 512, STOP))
+    spec = worker_spec(tmp_path, contestant="grpo_jax", inputs=str(inputs), folder=str(folder), platform="gpu")
+    spec |= {"stop_id": STOP, "learning_rate": 1e-6, "clip_norm": 1.0, "repeats": 1, "vocab_size": 512}
+    with pytest.raises(WorkerError, match=r"it finds a cpu on a machine with a gpu: install jax\[cuda13\]"):
+        driver.run_worker(sys.executable, spec, 2**34, silent)
 
 
 def test_a_wrong_loss_ends_the_run_before_more_is_measured(plan, workers):
@@ -345,8 +388,13 @@ def test_peers_generate_with_a_cache_of_fixed_shape_on_gpus(folder, monkeypatch,
     monkeypatch.setattr(
         GenerationMixin, "_prepare_static_cache", lambda *args, **given: made.append(1) or prepare(*args, **given)
     )
+    compiled = []
+    monkeypatch.setattr(
+        GenerationMixin, "_valid_auto_compile_criteria", lambda *args: compiled.append(not args[2].disable_compile)
+    )
     measure(folder, peer, "T4")  # which raises where the lengths are not those of the workload
     assert len(made) == 2
+    assert compiled == [True, True]
 
 
 def test_the_second_row_keeps_less_and_computes_the_same(measured):
@@ -395,7 +443,8 @@ def test_the_program(tmp_path, folder, monkeypatch):
     found = json.loads((tmp_path / "a.json").read_text())
     assert set(found["workloads"]["T4"]) == {"grpo_jax", "grpo_jax_layer"}
     assert set(found["workloads"]["T4"]["grpo_jax"]) == set(FIELDS)
-    assert all(found["workloads"]["T4"]["grpo_jax"][name] > 0 for name in FIELDS if name != "compile_s")
+    measured = [name for name in FIELDS if name not in ("compile_s", "device_peak_bytes")]
+    assert all(found["workloads"]["T4"]["grpo_jax"][name] > 0 for name in measured)
     assert found["machine"]["matrix_flops"] > 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     before = (out / "T4" / "grpo_jax.0.json").stat().st_mtime_ns

@@ -3,6 +3,7 @@
 import math
 import warnings
 from functools import partial
+from types import SimpleNamespace
 
 import chex
 import jax
@@ -17,6 +18,7 @@ from toy import ascii_share, bigram, compilations, letters
 from grpo_jax import loop
 from grpo_jax.checkpoint import Saved
 from grpo_jax.critic import value_network
+from grpo_jax.devices import SINGLE
 from grpo_jax.loop import SamplerMismatchError, prompt_width, rows_of, train
 from grpo_jax.objectives import (
     drop_stale,
@@ -529,6 +531,39 @@ def test_computing_less_changes_cost_only(started):
     chex.assert_trees_all_close(less.state, plain.state, atol=1e-6, rtol=1e-5)
     for name in ("reward", "loss", "grad_norm", "length"):
         np.testing.assert_allclose(less_metrics[name], metrics[name], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("pack_tokens", [False, True])
+def test_devices_compute_what_needs_no_reward_while_the_host_scores(started, pack_tokens):
+    order = []
+
+    def per_prompt(function, *kinds, **options):
+        program, name = SINGLE.per_prompt(function, *kinds, **options), getattr(function, "func", function).__name__
+        return lambda *args: order.append(name) or program(*args)
+
+    def reward(prompt, completion):
+        order.append("reward")
+        return ascii_share(completion)
+
+    devices, task = SINGLE._replace(per_prompt=per_prompt), TASK._replace(reward=reward)
+    next(started(objective=WITH_KL, task=task, devices=devices, pack_tokens=pack_tokens))
+    assert [name for name in dict.fromkeys(order)] == ["generate", "score", "reward", "step"]
+
+
+@pytest.mark.parametrize(
+    ("platform", "precision", "dtype", "limit"),
+    [
+        ("cpu", None, "float32", "0.001 for float32"),
+        ("tpu", None, "float32", "0.1 for float32"),
+        ("gpu", None, "float32", "0.05 for float32"),
+        ("tpu", "highest", "float32", "0.001 for float32"),
+        ("gpu", None, "bfloat16", "0.1 for bfloat16"),
+    ],
+)
+def test_the_gap_that_rounding_explains_is_that_of_products(monkeypatch, platform, precision, dtype, limit):
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    with jax.default_matmul_precision(precision), pytest.raises(SamplerMismatchError, match=f"limit {limit}"):
+        loop._check_gap({"sampler_gap": 0.2}, SimpleNamespace(dtype=dtype))
 
 
 def test_how_sampling_shrinks_is_checked(started):

@@ -24,7 +24,8 @@ from experiments.benchmark import driver
 from experiments.benchmark.agreement import DisagreementError
 from experiments.benchmark.driver import Plan, WorkerError
 from experiments.benchmark.report import Report, machine_rates
-from experiments.benchmark.workloads import SHAPES, WORKLOADS
+from experiments.benchmark.workloads import SHAPES, WORKLOADS, named
+from grpo_jax.models.hub import config_from_hf
 from grpo_jax.report import Screen
 
 PEERS = ("transformers", "trl", "tunix")
@@ -62,15 +63,6 @@ class Options:
     """A process that holds more memory than this is ended and reported as out of memory."""
 
 
-def named(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
-    """The names of a list by commas; raises ValueError for one that is not known."""
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    unknown = [name for name in names if name not in known]
-    if unknown:
-        raise ValueError(f"{option} has unknown names {', '.join(unknown)}: expected some of {', '.join(known)}")
-    return names
-
-
 def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
     """The plan, the versions of all packages that take part, and notes on who does not."""
     kind = driver.accelerator()
@@ -88,15 +80,22 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
         raise ValueError(
             f"--shape must be one of {', '.join(SHAPES)} and --dtype float32 or bfloat16, got {shape} and {dtype}"
         )
-    tunix_python = str(Path(options.tunix_python).expanduser())
+    torch_python, tunix_python = (str(Path(p).expanduser()) for p in (options.torch_python, options.tunix_python))
     pythons, found, notes = {}, {}, []
+    out = Path(options.out)
+    folder = driver.weights_folder(shape, out, options.weights)
+    bias = json.loads((Path(folder) / "config.json").read_text()).get("model_type") == "qwen2"
+    known = {}
     for name in ("grpo_jax", *(p for p in PEERS if p in peers)):
-        python = driver.python_of(name, options.torch_python, tunix_python)
+        python = driver.python_of(name, torch_python, tunix_python)
         has = driver.versions(python, driver.NEEDS[name])
         if has is None or (kind == "tpu" and name != "grpo_jax"):
             notes.append(f"{name} is left out: {driver.NEEDS[name][0]} is not installed for {python}, or not on TPUs")
             continue
-        pythons[name] = python
+        if name == "tunix" and bias:
+            notes.append("tunix is left out: its Llama has no biases, which Qwen 2 has")
+            continue
+        pythons[name], known[name] = python, has
         found |= {package: version for package, version in has.items() if package not in found}
     contestants = ["grpo_jax", "grpo_jax_layer", *(name for name in pythons if name != "grpo_jax")]
     if dtype == "float32" and kind == "cpu" and {"trl", "transformers"} & set(pythons):
@@ -107,11 +106,11 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
     if "trl" not in pythons:
         notes.append("TRL is not there: agreement with it has not been checked")
     machines = ["machine_jax", *(["machine_torch"] if {"trl", "transformers"} & set(pythons) else [])]
-    pythons |= {name: driver.python_of(name, options.torch_python, tunix_python) for name in machines}
-    out = Path(options.out)
-    folder = driver.weights_folder(shape, out, options.weights)
+    pythons |= {name: driver.python_of(name, torch_python, tunix_python) for name in machines}
     limit = int(options.memory_limit_gb * 2**30)
-    plan = Plan(workloads, (*machines, *contestants), pythons, folder, out, shape, dtype, rounds, repeats, limit)
+    plan = Plan(
+        workloads, (*machines, *contestants), pythons, folder, out, shape, dtype, rounds, repeats, limit, versions=known
+    )
     return plan, found, notes
 
 
@@ -161,7 +160,8 @@ def main(options: Options) -> Report:
     console = Console(width=None if sys.stdout.isatty() else 180)
     plan, versions, notes = make_plan(options)
     results, rates, found = measure(plan, console)
-    config = json.loads((Path(plan.folder) / "config.json").read_text())
+    settings = json.loads((Path(plan.folder) / "config.json").read_text())
+    config = dataclasses.asdict(config_from_hf(settings, plan.dtype))
     inputs = {workload: dict(np.load(plan.out / workload / "inputs.npz")) for workload in plan.workloads}
     report = Report(results, machine(plan, versions, rates), config, inputs, notes + found, plan.dtype)
     report.print(console)

@@ -56,6 +56,7 @@ class Plan:
     repeats: int
     memory_limit: int  # bytes
     seed: int = 0
+    versions: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)  # of each family's packages
     learning_rate: float = 1e-6
     clip_norm: float = 1.0
 
@@ -110,10 +111,13 @@ def run_worker(python: str, spec: dict, memory_limit: int, tell: Callable[[dict]
     """The worker's result, or `{"failed": why}` if it took more memory than `memory_limit` or was killed."""
     path = Path(spec["result"]).with_suffix(".spec")
     path.write_text(json.dumps(spec, indent=2) + "\n")
+    surroundings = environment()
+    if spec["dtype"] == "float32" and accelerator() != "cpu":
+        surroundings["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # PyTorch's own default
     command = [python, "-m", "experiments.benchmark.worker", str(path)]
     too_large = threading.Event()
     with path.with_suffix(".log").open("w") as log:
-        worker = subprocess.Popen(command, env=environment(), cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        worker = subprocess.Popen(command, env=surroundings, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
 
         def guard():
             while worker.poll() is None:
@@ -194,6 +198,8 @@ def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str
             own.append(found)
             if "failed" in found:
                 notes.append(f"{workload}: {found['failed']}")
+            elif found.get("attention") and accelerator() != "cpu":
+                notes.append(f"{workload}: {contestant} attends by {found['attention']} in training")
             elif number == 0 and not machine:
                 _agree(plan, workload, results[workload], notes)
         tell(contestant, workload, number, None)
@@ -201,12 +207,12 @@ def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str
 
 
 def _spec(plan: Plan, config: dict, workload: str, contestant: str, number: int) -> dict:
-    """What a worker is told; writes the workload's arrays where they are not yet."""
+    """What a worker is told; writes the workload's arrays."""
     folder, stop_id = plan.out / workload, config.get("eos_token_id") or 2
+    stop_id = stop_id[0] if isinstance(stop_id, list) else stop_id
     folder.mkdir(exist_ok=True)
-    inputs = folder / "inputs.npz"
-    if not inputs.exists():
-        np.savez(inputs, **make_inputs(WORKLOADS[workload], config["vocab_size"], stop_id, plan.seed))
+    inputs, kind = folder / "inputs.npz", accelerator()
+    np.savez(inputs, **make_inputs(WORKLOADS[workload], config["vocab_size"], stop_id, plan.seed))
     return {
         "contestant": contestant,
         "folder": plan.folder,
@@ -219,14 +225,21 @@ def _spec(plan: Plan, config: dict, workload: str, contestant: str, number: int)
         "vocab_size": config["vocab_size"],
         "learning_rate": plan.learning_rate,
         "clip_norm": plan.clip_norm,
-        "matrix": 256 if plan.shape == "tiny" else 2048,
+        "matrix": 256 if plan.shape == "tiny" else 2048 if kind == "cpu" else 8192,
         "copy_bytes": 2**20 if plan.shape == "tiny" else 2**28,
+        "platform": kind,
+        "memory_limit": plan.memory_limit,
+        "versions": plan.versions.get(family(contestant), {}),
     }
 
 
 def _result(python: str, spec: dict, memory_limit: int, hear: Callable[[dict], None]) -> dict:
+    """What was measured before, if the worker was told the same then."""
     path = Path(spec["result"])
-    return json.loads(path.read_text()) if path.exists() else run_worker(python, spec, memory_limit, hear)
+    before = path.with_suffix(".spec")
+    if path.exists() and before.exists() and json.loads(before.read_text()) == spec:
+        return json.loads(path.read_text())
+    return run_worker(python, spec, memory_limit, hear)
 
 
 def _agree(plan: Plan, workload: str, results: dict, notes: list[str]) -> None:

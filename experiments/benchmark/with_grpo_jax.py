@@ -33,7 +33,8 @@ class GrpoJax:
             prompts = work.prompts // work.microbatches
             lengths = work.prompt_length, work.group_size, work.max_new_tokens
             self.model = decoder(self.model.config, remat=remat_by_memory(self.model.config, params, prompts, *lengths))
-        self.model = SINGLE.for_training(self.model)
+        plain, self.model = self.model, SINGLE.for_training(self.model)
+        self.attention = "einsums" if self.model is plain else "the platform's fused kernel"
         self.objective = grpo(low=0.2, high=0.2, beta=work.beta)
         self.prompts = Prompts(jnp.asarray(inputs["prompt_PS"]), jnp.ones(inputs["prompt_PS"].shape, bool))
         self.sampler = force_lengths(self.model, inputs["length_PG"], spec.stop_id) if work.ragged else self.model
@@ -98,16 +99,27 @@ class GrpoJax:
 
     def step(self, clock) -> np.ndarray:
         rollout = self.prepare(self.sample(clock))
-        length_PG = np.asarray(rollout.mask_PGT).sum(-1)  # the host reads the tokens and scores them
+        length_PG, reward_PG = self.judge(rollout)
         fields = {"ref_logp_T": self.score(clock, rollout)} if self.spec.workload.beta else {}
-        self.train(clock, assemble(self.objective, rollout, self.inputs["reward_PG"], **fields))
+        self.train(clock, assemble(self.objective, rollout, reward_PG, **fields))
         return length_PG
+
+    def judge(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
+        """Lengths and rewards: the host makes text of the tokens and calls a reward with it, as TRL does."""
+        tokens_PGT, length_PG = np.asarray(rollout.tokens_PGT), np.asarray(rollout.mask_PGT).sum(-1)
+        rows = zip(tokens_PGT.reshape(length_PG.size, -1), length_PG.reshape(-1), strict=True)
+        texts = [" ".join(f"<{token}>" for token in ids[:length]) for ids, length in rows]
+        given = lambda completions: self.inputs["reward_PG"].reshape(len(completions))
+        return length_PG, given(texts).reshape(length_PG.shape)
 
     def reference(self, clock) -> None:
         self.score(clock, self.given())
 
     def temp_bytes(self) -> int:
         return self.compiled.memory_analysis().temp_size_in_bytes
+
+    def platform(self) -> str:
+        return jax.local_devices()[0].platform
 
     def device_peak_bytes(self) -> int | None:
         return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

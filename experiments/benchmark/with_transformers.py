@@ -122,5 +122,8 @@ class Loop:
     def temp_bytes(self) -> None:
         return None
 
+    def platform(self) -> str:
+        return "gpu" if device() == "cuda" else "cpu"
+
     def device_peak_bytes(self) -> int | None:
         return device_peak_bytes()

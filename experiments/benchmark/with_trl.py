@@ -93,6 +93,8 @@ class Trl:
         self.model = self.trainer.model.train()
         self.frozen = self.trainer.ref_model or self.model
         self.optimizer = self.trainer.create_optimizer()
+        if generation_cache():
+            self.trainer.generation_config.disable_compile = False  # TRL forbids what such a cache is for
         self.trainer.current_gradient_accumulation_steps = self.cuts
         self.watch()
 
@@ -188,6 +190,9 @@ class Trl:
 
     def temp_bytes(self) -> None:
         return None
+
+    def platform(self) -> str:
+        return "gpu" if device() == "cuda" else "cpu"
 
     def device_peak_bytes(self) -> int | None:
         return device_peak_bytes()

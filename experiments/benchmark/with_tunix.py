@@ -59,9 +59,9 @@ def load(spec):
         embed_dim=settings["hidden_size"],
         hidden_dim=settings["intermediate_size"],
         num_heads=settings["num_attention_heads"],
-        head_dim=settings["head_dim"],
+        head_dim=settings.get("head_dim") or settings["hidden_size"] // settings["num_attention_heads"],
         num_kv_heads=settings["num_key_value_heads"],
-        rope_theta=int(settings["rope_theta"]),
+        rope_theta=int((settings.get("rope_parameters") or settings)["rope_theta"]),
         norm_eps=settings["rms_norm_eps"],
         weight_tying=settings["tie_word_embeddings"],
     )
@@ -206,6 +206,9 @@ class Tunix:
 
     def temp_bytes(self) -> int:
         return self.compiled.memory_analysis().temp_size_in_bytes
+
+    def platform(self) -> str:
+        return jax.local_devices()[0].platform
 
     def device_peak_bytes(self) -> int | None:
         return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

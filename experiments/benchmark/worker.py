@@ -7,6 +7,7 @@ before it knows which contestant it is. A contestant is a module with `build(spe
     step(clock) -> array   a whole step of its own: sample, score, reference, train; returns the lengths `[P, G]`
     reference(clock)       the reference log-probabilities of the given batch alone
     temp_bytes() -> int    XLA's temporaries of the compiled update, None without XLA
+    platform() -> str      where it runs: "cpu", "gpu" or "tpu"
     device_peak_bytes() -> int   the most of an accelerator's memory in use so far, None without one
 """
 
@@ -79,6 +80,7 @@ def measure(contestant, spec: SimpleNamespace, inputs: dict[str, np.ndarray]) ->
         "temp_bytes": contestant.temp_bytes(),
         "peak_rss_bytes": peak_rss(),
         "device_peak_bytes": contestant.device_peak_bytes(),
+        "attention": getattr(contestant, "attention", None),
         "loss": first["loss"],
         "grad_norm": first["grad_norm"],
     }
@@ -94,7 +96,11 @@ def main() -> None:
         with np.load(spec.inputs) as file:
             inputs = dict(file)
         module = importlib.import_module(f"experiments.benchmark.{MODULES[family(spec.contestant)]}")
-        result, arrays = measure(module.build(spec, inputs), spec, inputs)
+        contestant = module.build(spec, inputs)
+        if (there := contestant.platform()) != spec.platform:
+            needed = "jax[cuda13]" if module.__name__.endswith(("grpo_jax", "tunix")) else "PyTorch with CUDA"
+            sys.exit(f"it finds a {there} on a machine with a {spec.platform}: install {needed} for {sys.executable}")
+        result, arrays = measure(contestant, spec, inputs)
         np.savez(path.with_suffix(".npz"), **arrays)
     Path(spec.result).write_text(json.dumps(result, indent=2) + "\n")
 

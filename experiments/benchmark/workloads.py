@@ -73,6 +73,15 @@ WORKLOADS = {
 }
 
 
+def named(text: str, known: tuple[str, ...], option: str) -> tuple[str, ...]:
+    """The names of a list by commas; raises ValueError for one that is not known."""
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise ValueError(f"{option} has unknown names {', '.join(unknown)}: expected some of {', '.join(known)}")
+    return names
+
+
 def family(contestant: str) -> str:
     """The contestant without what marks its second row."""
     for suffix in SECOND_ROWS:
