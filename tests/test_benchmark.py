@@ -319,12 +319,15 @@ def test_bad_options_are_refused(option, message, tmp_path):
         program.make_plan(program.Options(out=str(tmp_path), **({"shape": "tiny", "peers": ""} | option)))
 
 
-def test_a_peer_that_is_not_installed_is_left_out_and_said_so(folder, tmp_path):
+def test_a_peer_that_is_not_installed_is_left_out_and_said_so(folder, tmp_path, monkeypatch):
     options = program.Options(
         peers="tunix", tunix_python=str(tmp_path / "none"), weights=str(folder), shape="tiny", out=str(tmp_path)
     )
     plan, versions, notes = program.make_plan(options)
     assert plan.contestants == ("machine_jax", "grpo_jax", "grpo_jax_layer")
+    monkeypatch.setattr(driver, "accelerator", lambda: "gpu")
+    plan, _, _ = program.make_plan(options)
+    assert (plan.contestants, plan.dtype, plan.rounds, plan.repeats) == (("machine_jax", "grpo_jax"), "bfloat16", 1, 5)
     assert "jax" in versions
     assert any("tunix is left out" in note for note in notes)
 

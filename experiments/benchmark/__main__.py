@@ -97,7 +97,9 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
             continue
         pythons[name], known[name] = python, has
         found |= {package: version for package, version in has.items() if package not in found}
-    contestants = ["grpo_jax", "grpo_jax_layer", *(name for name in pythons if name != "grpo_jax")]
+    # The row of least memory is for where memory is short; it would compile everything once more.
+    ours = ["grpo_jax", "grpo_jax_layer"] if kind == "cpu" else ["grpo_jax"]
+    contestants = [*ours, *(name for name in pythons if name != "grpo_jax")]
     if dtype == "float32" and kind == "cpu" and {"trl", "transformers"} & set(pythons):
         if driver.has_fast_bf16():
             contestants += [f"{name}_bf16" for name in ("transformers", "trl") if name in pythons]
