@@ -3,6 +3,7 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")  # PyTorch, which results are compared with, then computes there too
 # Tests compile hundreds of small programs and run each a few times: let XLA spend less on each of them. Its older code
 # generator compiles a train step in a third of the time. Programs that tests start as processes have it too.
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
