@@ -7,7 +7,6 @@ Left out on purpose: callbacks, a trainer class, files.
 """
 
 import time
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -18,10 +17,11 @@ import numpy as np
 import optax
 
 from grpo_jax.checkpoint import Saved
+from grpo_jax.checks import check_gap, check_parts, check_stale, check_train
 from grpo_jax.critic import Critic, policy_of, with_critic
 from grpo_jax.devices import SINGLE, Devices, Listed, listed, shapes_of
 from grpo_jax.models.language_model import LanguageModel
-from grpo_jax.objectives import Objective, batch_advantages, reads, reads_in_loss, reads_in_prepare
+from grpo_jax.objectives import Objective, batch_advantages, reads, reads_in_prepare
 from grpo_jax.policy import Sampling, tokens_at_once
 from grpo_jax.rewards import score as score_rewards
 from grpo_jax.rollout import (
@@ -50,17 +50,7 @@ from grpo_jax.tokenizer import Tokenizer
 from grpo_jax.train_step import init_state, make_train_step
 from grpo_jax.types import Batch, Params, Prompts, Rollout, TrainState
 
-# Mean |log π − log π_sampler| above which sampler and trainer cannot be the same distribution, by the type that the
-# factors of products have. TPUs round those of float32 to bfloat16, GPUs to as many bits as float16, unless told else.
-GAP = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
-ROUNDED = {"tpu": "bfloat16", "gpu": "float16"}
-
-
 ON_ERROR = ("raise", "none")
-
-
-class SamplerMismatchError(RuntimeError):
-    """The trainer's log-probabilities of fresh completions are not those the sampler drew them with."""
 
 
 def rows_of(iteration: int, rows: Sequence[dict], size: int, seed: int) -> list[dict]:
@@ -157,9 +147,9 @@ def train(
     Metrics: those of `make_train_step`, of `rollout.group_statistics`, `iteration` (from 1), `seconds/...` of sampling,
     scoring and updating, and `completions`: prompt, completion, reward of each of this process, as rows.
     """
-    _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task)
+    check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task)
     check_parts("prompts_per_step", prompts_per_step, microbatches, devices)
-    _check_stale(stale, old_logp, objective)
+    check_stale(stale, old_logp, objective)
     model, chunk = devices.for_training(model), chunk_of(model, devices) if chunk is None else chunk
 
     def compiled(parts: int) -> Callable:
@@ -235,8 +225,9 @@ def train(
             # The host sees tokens, masks and which completions have stopped.
             drawn, rows = devices.fetch(rollout._replace(prompts=None, logp_PGT=None)), [rows[i] for i in own]
             mine = jax.tree.map(lambda x: x[np.isin(held, own)], drawn)
+            mask_PGT = masks_together(mine, own)
             if pack_rows:  # by what every process knows
-                places_PN = pack(drawn._replace(mask_PGT=masks_together(mine, own))).places_PN
+                places_PN = pack(drawn._replace(mask_PGT=mask_PGT)).places_PN
                 rollout = rollout._replace(places_PN=devices.put("rows", places_PN))
             # What needs no reward is begun now: devices compute it while the host decodes and scores.
             measured = measure(state.params, reference, rollout)
@@ -244,7 +235,7 @@ def train(
             scores = partial(
                 score_rewards, task.reward, rows, questions, texts, weights=reward_weights, on_error=on_error
             )
-            told = scored_together(scores, mine, own)
+            told = scored_together(scores, mine, own, mask_PGT)
             scored = time.perf_counter()
             batch = batch_of(rollout, measured, drawn, told, age)
             if skip_idle:
@@ -252,7 +243,7 @@ def train(
             state, metrics = step(state, batch)
             metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
             if age == 0:
-                _check_gap(metrics, model.config)
+                check_gap(metrics, model.config)
             if reference is not None and update_reference is not None:
                 policy = policy_of(critic, state.params)
                 moved = update_reference(iteration + 1, policy, reference)
@@ -340,61 +331,9 @@ def _rate(state: TrainState) -> dict[str, float]:
     return {} if hyperparams is None else {"learning_rate": float(hyperparams["learning_rate"])}
 
 
-def _check_train(steps, prompts_per_step, group_size, max_new_tokens, length_buckets, sampling, task) -> None:
-    named = {"steps": (steps, 0), "prompts_per_step": (prompts_per_step, 1), "group_size": (group_size, 1)}
-    named |= {"max_new_tokens": (max_new_tokens, 1), "length_buckets": (length_buckets, 1)}
-    for name, (value, least) in named.items():
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    if sampling.checked().temperature == 0:
-        raise ValueError("temperature must be above 0 in training: a greedy group has no spread to learn from")
-    check_rows(task)
-    if group_size == 1:
-        warnings.warn("group_size=1: a group of one has no spread, its advantage is 0", stacklevel=3)
-
-
-def _check_stale(stale: int, old_logp: str, objective: Objective) -> None:
-    if not isinstance(stale, int) or stale < 0:
-        raise ValueError(f"stale must be an integer of at least 0, got {stale!r}")
-    if stale and old_logp != "sampler":
-        raise ValueError(f"stale={stale} needs old_logp='sampler', the policy that sampled; got {old_logp!r}")
-    if stale and "old_logp_T" not in reads_in_loss(objective):
-        raise ValueError(
-            f"stale={stale} needs an objective with a ratio to the policy that sampled, which corrects for its age; "
-            "this one does not read old_logp_T"
-        )
-
-
 def chunk_of(model: LanguageModel, devices: Devices) -> int:
     """Tokens projected on the vocabulary at a time: a program of pmap sees its own prompts, one over a mesh all."""
     return tokens_at_once(model, devices.parts if devices.axis_name is None else 1)
-
-
-def check_parts(name: str, prompts: int, microbatches: int, devices: Devices) -> None:
-    if devices.parts > 1 and prompts % (devices.parts * microbatches):
-        cuts = f" × {microbatches} micro-batches" if microbatches > 1 else ""
-        raise ValueError(
-            f"{name} ({prompts}) must be a multiple of {devices.parts} devices{cuts}: prompts are spread evenly over "
-            f"{devices.name}"
-        )
-
-
-def check_rows(task: Task) -> None:
-    if not len(task.train):
-        raise ValueError(f"task {task.name!r} has no training rows")
-
-
-def _check_gap(metrics: dict, config) -> None:
-    """In the first epoch on a batch sampler and trainer have the same parameters: they must agree."""
-    dtype = str(getattr(config, "dtype", "float32"))
-    exact = jax.config.jax_default_matmul_precision in ("float32", "highest")
-    rounded = dtype if exact or dtype != "float32" else ROUNDED.get(jax.default_backend(), dtype)
-    gap, limit = metrics["sampler_gap"], GAP.get(rounded, GAP["float32"])
-    if not gap <= limit:  # NaN is no agreement either
-        raise SamplerMismatchError(
-            f"the trainer's log-probabilities differ from the sampler's by {gap:.2g} a token on average (limit "
-            f"{limit:g} for {dtype}): temperature, filters, positions or weights are not the same"
-        )
 
 
 def _completions(rows, questions, texts, reward_PG) -> list[dict]:

@@ -331,24 +331,26 @@ def untold(rollout: Rollout, functions: int, held: np.ndarray) -> tuple[Rollout,
 
 def masks_together(mine: Rollout, own: np.ndarray) -> np.ndarray:
     """The masks of all prompts' completions, `[P, G, T]`, from those of each process, `mine` of the prompts `own`."""
-    rows = sorted(chain(*together(lambda: list(zip(own, mine.mask_PGT.sum(-1), strict=True)))), key=itemgetter(0))
-    return np.arange(mine.mask_PGT.shape[-1]) < np.stack([length_G for _, length_G in rows])[..., None]
+    (length_PG,) = _of_all(own, lambda: [mine.mask_PGT.sum(-1)])
+    return np.arange(mine.mask_PGT.shape[-1]) < np.stack(length_PG)[..., None]
 
 
-def scored_together(judge: Callable[[], Scores], mine: Rollout, own: np.ndarray) -> Told:
+def _of_all(own: np.ndarray, found: Callable[[], Sequence]) -> list[tuple]:
+    """What processes `found` of their `own` prompts, each a list of them: of all prompts, in their order."""
+    rows = chain(*together(lambda: list(zip(own, *found(), strict=True)) if len(own) else []))
+    _, *columns = zip(*sorted(rows, key=itemgetter(0)), strict=True)
+    return columns
+
+
+def scored_together(judge: Callable[[], Scores], mine: Rollout, own: np.ndarray, mask_PGT: np.ndarray) -> Told:
     """Each process scores its own completions, `mine` of the prompts `own`, and hears of all others.
 
     A reward that raises on one process raises on all, before any of them has begun the update.
     """
 
-    def scored() -> list[tuple]:
-        if not len(own):
-            return []
+    def scored() -> tuple:
         scores = judge()
-        found = scores.reward_PG, scores.reward_PGN, scores.steps_PGN, mine.stopped_PG, mine.mask_PGT.sum(-1)
-        return list(zip(own, *found, strict=True))
+        return scores.reward_PG, scores.reward_PGN, scores.steps_PGN, mine.stopped_PG
 
-    rows = sorted(chain(*together(scored)), key=itemgetter(0))
-    _, reward_PG, reward_PGN, steps_PGN, stopped_PG, length_PG = zip(*rows, strict=True)
-    mask_PGT = np.arange(mine.mask_PGT.shape[-1]) < np.stack(length_PG)[..., None]
+    reward_PG, reward_PGN, steps_PGN, stopped_PG = _of_all(own, scored)
     return Told(np.stack(reward_PG), np.stack(reward_PGN), list(steps_PGN), np.stack(stopped_PG), mask_PGT)

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from grpo_jax.checks import check_parts, check_rows
 from grpo_jax.devices import SINGLE, Devices
-from grpo_jax.loop import begin, check_parts, check_rows, chunk_of, prompt_width, rows_of
+from grpo_jax.loop import begin, chunk_of, prompt_width, rows_of
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective
 from grpo_jax.rollout import encode

@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy import ascii_share, bigram, compilations, letters
 
-from grpo_jax import loop
+from grpo_jax import checks, loop
 from grpo_jax.checkpoint import Saved
+from grpo_jax.checks import SamplerMismatchError
 from grpo_jax.critic import value_network
 from grpo_jax.devices import SINGLE
-from grpo_jax.loop import SamplerMismatchError, prompt_width, rows_of, train
+from grpo_jax.loop import prompt_width, rows_of, train
 from grpo_jax.objectives import (
     drop_stale,
     ema,
@@ -547,7 +548,7 @@ def test_devices_compute_what_needs_no_reward_while_the_host_scores(started, pac
 
     devices, task = SINGLE._replace(per_prompt=per_prompt), TASK._replace(reward=reward)
     next(started(objective=WITH_KL, task=task, devices=devices, pack_tokens=pack_tokens))
-    assert [name for name in dict.fromkeys(order)] == ["generate", "score", "reward", "step"]
+    assert list(dict.fromkeys(order)) == ["generate", "score", "reward", "step"]
 
 
 @pytest.mark.parametrize(
@@ -563,7 +564,7 @@ def test_devices_compute_what_needs_no_reward_while_the_host_scores(started, pac
 def test_the_gap_that_rounding_explains_is_that_of_products(monkeypatch, platform, precision, dtype, limit):
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     with jax.default_matmul_precision(precision), pytest.raises(SamplerMismatchError, match=f"limit {limit}"):
-        loop._check_gap({"sampler_gap": 0.2}, SimpleNamespace(dtype=dtype))
+        checks.check_gap({"sampler_gap": 0.2}, SimpleNamespace(dtype=dtype))
 
 
 def test_how_sampling_shrinks_is_checked(started):

@@ -110,6 +110,7 @@ def resident_bytes(pid: int) -> int:
 def run_worker(python: str, spec: dict, memory_limit: int, tell: Callable[[dict], None]) -> dict:
     """The worker's result, or `{"failed": why}` if it took more memory than `memory_limit` or was killed."""
     path = Path(spec["result"]).with_suffix(".spec")
+    Path(spec["result"]).unlink(missing_ok=True)  # of another spec: it must not be taken for this one's
     path.write_text(json.dumps(spec, indent=2) + "\n")
     surroundings = environment()
     if spec["dtype"] == "float32" and accelerator() != "cpu":
@@ -198,9 +199,9 @@ def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str
             own.append(found)
             if "failed" in found:
                 notes.append(f"{workload}: {found['failed']}")
-            elif found.get("attention") and accelerator() != "cpu":
-                notes.append(f"{workload}: {contestant} attends by {found['attention']} in training")
             elif number == 0 and not machine:
+                if found.get("attention") and accelerator() != "cpu":
+                    notes.append(f"{workload}: {contestant} attends by {found['attention']} in training")
                 _agree(plan, workload, results[workload], notes)
         tell(contestant, workload, number, None)
     return results, rates, notes

@@ -98,7 +98,7 @@ def main() -> None:
         module = importlib.import_module(f"experiments.benchmark.{MODULES[family(spec.contestant)]}")
         contestant = module.build(spec, inputs)
         if (there := contestant.platform()) != spec.platform:
-            needed = "jax[cuda13]" if module.__name__.endswith(("grpo_jax", "tunix")) else "PyTorch with CUDA"
+            needed = "jax[cuda13]" if family(spec.contestant) in ("grpo_jax", "tunix") else "PyTorch with CUDA"
             sys.exit(f"it finds a {there} on a machine with a {spec.platform}: install {needed} for {sys.executable}")
         result, arrays = measure(contestant, spec, inputs)
         np.savez(path.with_suffix(".npz"), **arrays)
