@@ -2,9 +2,9 @@
 
     python -m experiments.bandit --out experiments/figures/bandit.png
 
-Every step draws a group of G answers, compares them, and follows the gradient of the library's own loss. The four
-variations show what a group needs: a start from which something succeeds, siblings to compare with, a scale, and
-rewards that tell answers apart.
+Every step draws a group of G answers, compares them, and follows the gradient of the library's own
+loss. The four variations show what a group needs: a start from which something succeeds, siblings
+to compare with, a scale, and rewards that tell answers apart.
 """
 
 import argparse
@@ -50,7 +50,9 @@ def log_policy(theta: jax.Array, right: jax.Array) -> jax.Array:
     return jax.nn.log_sigmoid(jnp.where(right, theta, -theta))
 
 
-def gradient(theta: jax.Array, right_GT: jax.Array, objective: Objective) -> tuple[jax.Array, jax.Array]:
+def gradient(
+    theta: jax.Array, right_GT: jax.Array, objective: Objective
+) -> tuple[jax.Array, jax.Array]:
     """The gradient of the loss of one group, and its advantages."""
     right_PGT = right_GT[None]
     adv_PG = batch_advantages(objective, jnp.mean(right_PGT, axis=-1, dtype=jnp.float32))
@@ -61,7 +63,8 @@ def gradient(theta: jax.Array, right_GT: jax.Array, objective: Objective) -> tup
 
 def train(setting: Setting, *, steps: int = 40, learning_rate: float = 0.5, seed: int = 0) -> Curve:
     step = jax.jit(lambda theta, right_GT: gradient(theta, right_GT, setting.objective))
-    rng, theta = np.random.default_rng(seed), setting.theta
+    rng = np.random.default_rng(seed)
+    theta = setting.theta
     curve = Curve([], [])
     for _ in range(steps):
         p_right = 1 / (1 + np.exp(-theta))
@@ -92,11 +95,18 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), width_ratios=(1.7, 1), layout="constrained")
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 4.2), width_ratios=(1.7, 1), layout="constrained"
+    )
     colours = plt.get_cmap("tab10").colors
     for colour, (name, curve) in zip(colours, curves.items(), strict=False):
         left.plot(curve.p_right, color=colour, label=name, linewidth=2)
-    left.set(xlabel="update", ylabel="P(right)", ylim=(-0.02, 1.02), title="What is learned in 40 updates")
+    left.set(
+        xlabel="update",
+        ylabel="P(right)",
+        ylim=(-0.02, 1.02),
+        title="What is learned in 40 updates",
+    )
     left.legend(loc="center right", frameon=False, bbox_to_anchor=(1.0, 0.42))
     shares = [np.mean(curve.silent) for curve in curves.values()]
     bars = right.barh(range(len(curves)), shares, color=colours[: len(curves)])
@@ -112,8 +122,12 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help="PNG file for the picture; without it, the table alone")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, help="PNG file for the picture; without it, the table alone"
+    )
     arguments = parser.parse_args(argv)
     curves = {setting.name: train(setting) for setting in SETTINGS}
     Console().print(table(curves))

@@ -1,14 +1,17 @@
-"""What an update costs as the work grows: FLOPs and temporaries of the compiled program against a formula.
+"""What an update costs as the work grows: FLOPs and temporaries of the compiled program against a
+formula.
 
-`python -m experiments.cost` compiles, and does not run, the loss and its gradient of one prompt with its group while
-G, S, T, V and L grow one at a time, and prints a table in Markdown. FLOPs are XLA's own count of the unrolled form,
-temporaries those of the form that runs (layers scanned and rematerialised). The formula, p parameters a layer:
+`python -m experiments.cost` compiles, and does not run, the loss and its gradient of one prompt
+with its group while G, S, T, V and L grow one at a time, and prints a table in Markdown. FLOPs are
+XLA's own count of the unrolled form, temporaries those of the form that runs (layers scanned and
+rematerialised). The formula, p parameters a layer:
 
     FLOPs = 6 p L (S + G·T) + 12 L H d (S (S + b)/2 + G·T (S + (T + c)/2)) + 6 D V G·T
 
-products with weights, forward and backward; scores and values, in blocks of b = min(S, 256) and c = min(T, 256); the
-vocabulary. As it runs, a quarter to a third of this is computed twice to save memory. A trainer that repeats the prompt
-for each completion pays G (S + T) where this pays S + G·T.
+products with weights, forward and backward; scores and values, in blocks of b = min(S, 256) and c =
+min(T, 256); the vocabulary. As it runs, a quarter to a third of this is computed twice to save
+memory. A trainer that repeats the prompt for each completion pays G (S + T) where this pays S +
+G·T.
 """
 
 import dataclasses
@@ -23,8 +26,8 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
+from grpo_jax.inference.logprobs import completion_logp
 from grpo_jax.models import DecoderConfig, LanguageModel, decoder
-from grpo_jax.policy import completion_logp
 from grpo_jax.types import Prompts
 
 BASE = {"G": 8, "S": 256, "T": 64, "V": 4096, "L": 2}
@@ -40,7 +43,9 @@ BLOCK = 256  # of causal attention
 
 
 class Cost(NamedTuple):
-    """Of loss and gradient: counted FLOPs, those of the formula, those with a repeated prompt, temporaries in bytes."""
+    """Of loss and gradient: counted FLOPs, those of the formula, those with a repeated prompt,
+    temporaries in bytes.
+    """
 
     flops: float
     formula: float
@@ -61,9 +66,13 @@ def shape(V: int, L: int) -> DecoderConfig:
 
 
 def formula(G: int, S: int, T: int, V: int, L: int, prompts: int = 1) -> float:
-    """FLOPs of loss and gradient, see the top of this file; `prompts` is how often the prompt is computed."""
+    """FLOPs of loss and gradient, see the top of this file; `prompts` is how often the prompt is
+    computed.
+    """
     c = shape(V, L)
-    D, F, heads = c.hidden_size, c.intermediate_size, c.num_attention_heads * c.head_dim
+    D = c.hidden_size
+    F = c.intermediate_size
+    heads = c.num_attention_heads * c.head_dim
     layer = D * heads * 2 + 2 * D * c.num_key_value_heads * c.head_dim + 3 * D * F
     tokens = prompts * S + G * T
     attention = prompts * S * (S + min(S, BLOCK)) / 2 + G * T * (S + (T + min(T, BLOCK)) / 2)
@@ -72,8 +81,11 @@ def formula(G: int, S: int, T: int, V: int, L: int, prompts: int = 1) -> float:
 
 def _compiled(model: LanguageModel, chunk: int, G: int, S: int, T: int):
     """Loss and gradient of one prompt and its group."""
-    prompts = Prompts(jax.ShapeDtypeStruct((1, S), jnp.int32), jax.ShapeDtypeStruct((1, S), jnp.bool_))
-    tokens, mask = jax.ShapeDtypeStruct((1, G, T), jnp.int32), jax.ShapeDtypeStruct((1, G, T), jnp.bool_)
+    prompts = Prompts(
+        jax.ShapeDtypeStruct((1, S), jnp.int32), jax.ShapeDtypeStruct((1, S), jnp.bool_)
+    )
+    tokens = jax.ShapeDtypeStruct((1, G, T), jnp.int32)
+    mask = jax.ShapeDtypeStruct((1, G, T), jnp.bool_)
     loss = lambda params, *x: completion_logp(model, params, *x, chunk=chunk).mean()
     params = jax.eval_shape(model.init, jax.random.key(0))
     return jax.jit(jax.value_and_grad(loss)).lower(params, prompts, tokens, mask).compile()
@@ -102,7 +114,10 @@ def cases() -> Iterator[tuple[str, dict[str, int]]]:
 
 
 def table(rows: list[tuple[str, dict[str, int], Cost]]) -> str:
-    lines = ["| grown | G | S | T | V | L | GFLOP | formula | prompt repeated | temporaries, MB |", "|---" * 10 + "|"]
+    lines = [
+        "| grown | G | S | T | V | L | GFLOP | formula | prompt repeated | temporaries, MB |",
+        "|---" * 10 + "|",
+    ]
     for name, sizes, found in rows:
         numbers = " | ".join(f"**{v}**" if k == name else str(v) for k, v in sizes.items())
         lines.append(

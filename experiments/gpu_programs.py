@@ -1,10 +1,12 @@
-"""The benchmark's programs compiled for an NVIDIA GPU that is not there: do they compile, and what memory do they take?
+"""The benchmark's programs compiled for an NVIDIA GPU that is not there: do they compile, and what
+memory do they take?
 
     python -m experiments.gpu_programs [--workloads W1,W2] [--json FILE]
 
-XLA's compiler for CUDA needs no GPU where it is told what one is like. It does need CUDA's libraries, so this runs in
-an environment with `pip install "jax[cuda13]"`. Nothing runs, and nothing is tuned by trying, as it would be on a GPU:
-whatever depends on time is not told. Each train step is compiled twice, with cuDNN's attention and with einsums.
+XLA's compiler for CUDA needs no GPU where it is told what one is like. It does need CUDA's
+libraries, so this runs in an environment with `pip install "jax[cuda13]"`. Nothing runs, and
+nothing is tuned by trying, as it would be on a GPU: whatever depends on time is not told. Each
+train step is compiled twice, with cuDNN's attention and with einsums.
 """
 
 import dataclasses
@@ -28,13 +30,16 @@ from rich.table import Table
 
 from experiments.benchmark.with_grpo_jax import COMPACT
 from experiments.benchmark.workloads import SHAPES, WORKLOADS, Workload, named
-from grpo_jax.models import DecoderConfig, LanguageModel, decoder, fused_cuda
+from grpo_jax.inference.generate import generate
+from grpo_jax.models import DecoderConfig, LanguageModel, decoder
+from grpo_jax.models.kernels import fused_cuda
 from grpo_jax.objectives import grpo
-from grpo_jax.rollout import assemble, rollout_shapes
-from grpo_jax.sampler import generate
-from grpo_jax.train_step import adamw, init_state, make_train_step
+from grpo_jax.training.batch import assemble, rollout_shapes
+from grpo_jax.training.optimizers import adamw
+from grpo_jax.training.train_step import init_state, make_train_step
 
-# NVIDIA's data sheet of the H200 and CUDA's limits of compute capability 9.0, as XLA's `GpuTargetConfigProto`.
+# NVIDIA's data sheet of the H200 and CUDA's limits of compute capability 9.0, as XLA's
+# `GpuTargetConfigProto`.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
@@ -66,7 +71,9 @@ class Program(NamedTuple):
 
 
 def described_gpu() -> jax.Device:
-    """The device that programs are compiled for. Raises ModuleNotFoundError without JAX's plugin for CUDA."""
+    """The device that programs are compiled for. Raises ModuleNotFoundError without JAX's plugin
+    for CUDA.
+    """
     from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
     from jax.experimental import topologies
 
@@ -76,17 +83,26 @@ def described_gpu() -> jax.Device:
         message = 'JAX\'s plugin for CUDA with cuDNN is not installed: pip install "jax[cuda13]"'
         raise ModuleNotFoundError(message) from error
     described = H200 % (version // 10_000, version // 100 % 100)
-    return topologies.get_topology_desc(platform="cuda", target_config=described, topology="1x1x1").devices[0]
+    return topologies.get_topology_desc(
+        platform="cuda", target_config=described, topology="1x1x1"
+    ).devices[0]
 
 
 def train_step(model: LanguageModel, work: Workload) -> tuple[Any, tuple]:
-    """The jitted update of a workload and the shapes of its arguments; groups without a gradient are left out."""
-    objective, optimizer = grpo(low=0.2, high=0.2, beta=work.beta), adamw(1e-6, steps=10**6)
-    P, G, T = round(work.prompts * (1 - work.equal)), work.group_size, work.max_new_tokens
+    """The jitted update of a workload and the shapes of its arguments; groups without a gradient
+    are left out.
+    """
+    objective = grpo(low=0.2, high=0.2, beta=work.beta)
+    optimizer = adamw(1e-6, steps=10**6)
+    P = round(work.prompts * (1 - work.equal))
+    G = work.group_size
+    T = work.max_new_tokens
     state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
     fields = {"ref_logp_T": jax.ShapeDtypeStruct((P, G, T), jnp.float32)} if work.beta else {}
     reward = jax.ShapeDtypeStruct((P, G), jnp.float32)
-    batch = jax.eval_shape(partial(assemble, objective), rollout_shapes(P, G, work.prompt_length, T), reward, **fields)
+    batch = jax.eval_shape(
+        partial(assemble, objective), rollout_shapes(P, G, work.prompt_length, T), reward, **fields
+    )
     step = make_train_step(model, objective, optimizer, microbatches=work.microbatches)
     return jax.jit(step, donate_argnums=0), (state, batch)
 
@@ -94,11 +110,17 @@ def train_step(model: LanguageModel, work: Workload) -> tuple[Any, tuple]:
 def sampler(model: LanguageModel, work: Workload) -> tuple[Any, tuple]:
     """The jitted sampler of a workload and the shapes of its arguments."""
     sample = partial(
-        generate, model, group_size=work.group_size, max_new_tokens=work.max_new_tokens,
-        stop_ids=(0,) if work.ragged else (), compact=COMPACT if work.ragged else 0,
-    )  # fmt: skip
+        generate,
+        model,
+        group_size=work.group_size,
+        max_new_tokens=work.max_new_tokens,
+        stop_ids=(0,) if work.ragged else (),
+        compact=COMPACT if work.ragged else 0,
+    )
     key = jax.eval_shape(lambda: jax.random.key(0))
-    prompts = rollout_shapes(work.prompts, work.group_size, work.prompt_length, work.max_new_tokens).prompts
+    prompts = rollout_shapes(
+        work.prompts, work.group_size, work.prompt_length, work.max_new_tokens
+    ).prompts
     return jax.jit(sample), (jax.eval_shape(model.init, key), prompts, key)
 
 
@@ -106,13 +128,20 @@ def compile_for(gpu: jax.Device, workload: str, name: str, function: Any, shapes
     there = jax.sharding.SingleDeviceSharding(gpu)
     args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
     began = time.perf_counter()
-    compiled = function.trace(*args).lower(lowering_platforms=("cuda",)).compile(compiler_options=OPTIONS)
-    seconds, memory = time.perf_counter() - began, compiled.memory_analysis()
+    compiled = (
+        function.trace(*args).lower(lowering_platforms=("cuda",)).compile(compiler_options=OPTIONS)
+    )
+    seconds = time.perf_counter() - began
+    memory = compiled.memory_analysis()
     ways = re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax(Backward)?"', compiled.as_text())
     return Program(
-        workload, name, memory.argument_size_in_bytes, memory.temp_size_in_bytes,
-        (ways.count(""), ways.count("Backward")), seconds,
-    )  # fmt: skip
+        workload,
+        name,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        (ways.count(""), ways.count("Backward")),
+        seconds,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +159,8 @@ class Options:
 def main(options: Options) -> list[Program]:
     if options.shape not in SHAPES:
         raise ValueError(f"--shape must be one of {', '.join(SHAPES)}, got {options.shape}")
-    gpu, console = described_gpu(), Console(width=120)
+    gpu = described_gpu()
+    console = Console(width=120)
     plain = decoder(DecoderConfig(**SHAPES[options.shape], dtype="bfloat16"), remat=options.remat)
     fused = plain.with_attention(fused_cuda.attend_together)
     found = []
@@ -143,12 +173,16 @@ def main(options: Options) -> list[Program]:
         }.items():
             with console.status(f"{workload}: {name}"):
                 found.append(compile_for(gpu, workload, name, function, shapes))
-    table = Table("workload", "program", "arguments GB", "temporaries GB", "calls of cuDNN", "compiled in")
+    table = Table(
+        "workload", "program", "arguments GB", "temporaries GB", "calls of cuDNN", "compiled in"
+    )
     for one in found:
         calls = "{} + {}".format(*one.attention)
         sizes = f"{one.argument_bytes / 1e9:.2f}", f"{one.temp_bytes / 1e9:.2f}"
         table.add_row(one.workload, one.name, *sizes, calls, f"{one.compile_seconds:.0f} s")
-    console.print(f"{options.shape}, bfloat16, --remat {options.remat}, for {gpu.device_kind}, jax {jax.__version__}")
+    console.print(
+        f"{options.shape}, bfloat16, --remat {options.remat}, for {gpu.device_kind}, jax {jax.__version__}"
+    )
     console.print(table)
     if options.json is not None:
         options.json.write_text(json.dumps([one._asdict() for one in found], indent=2) + "\n")

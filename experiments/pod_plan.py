@@ -1,9 +1,11 @@
-"""Plans for pods, compiled and not run: which mesh fits three sizes of Qwen, and what more chips cost.
+"""Plans for pods, compiled and not run: which mesh fits three sizes of Qwen, and what more chips
+cost.
 
 python -m experiments.pod_plan --out FOLDER [--only NAME …]
 
-Every plan is kept as FOLDER/NAME.json; what is there is not compiled again, so a study that was stopped goes on.
-`tables.md` in the same folder holds the tables of experiments/README.md. Needs libtpu: requirements-tpu.txt.
+Every plan is kept as FOLDER/NAME.json; what is there is not compiled again, so a study that was
+stopped goes on. `tables.md` in the same folder holds the tables of experiments/README.md. Needs
+libtpu: requirements-tpu.txt.
 """
 
 import dataclasses
@@ -16,8 +18,8 @@ import jax
 import tyro
 from rich.console import Console
 
-from grpo_jax.plan import PlanConfig, make_plan
-from grpo_jax.plan_report import figures, show
+from grpo_jax.plan.plan import PlanConfig, make_plan
+from grpo_jax.plan.report import figures, show
 
 GIB = 1024**3
 # Group 8, prompts of 512 tokens, completions of 1024: the defaults of a plan.
@@ -29,11 +31,16 @@ FITTING = {
     "7b-v5e-64": PlanConfig("v5e-64", "qwen2.5-7b", mesh="fsdp=16,tensor=4"),
     "7b-v5p-64": PlanConfig("v5p-64", "qwen2.5-7b"),
     "32b-v5e-16": PlanConfig("v5e-16", "qwen2.5-32b", mesh="fsdp=2,tensor=8", dtype="bfloat16"),
-    "32b-v5e-64": PlanConfig("v5e-64", "qwen2.5-32b", mesh="fsdp=8,tensor=8", dtype="bfloat16", decode_weights="split"),
+    "32b-v5e-64": PlanConfig(
+        "v5e-64", "qwen2.5-32b", mesh="fsdp=8,tensor=8", dtype="bfloat16", decode_weights="split"
+    ),
     "32b-v5p-64": PlanConfig("v5p-64", "qwen2.5-32b", mesh="fsdp=8,tensor=4"),
 }
 # One prompt a chip, parameters over all chips: the train step alone.
-SCALING = {f"scaling-{n}": PlanConfig(f"v5e-{n}", "qwen2.5-1.5b", dtype="bfloat16") for n in (8, 16, 32, 64, 128, 256)}
+SCALING = {
+    f"scaling-{n}": PlanConfig(f"v5e-{n}", "qwen2.5-1.5b", dtype="bfloat16")
+    for n in (8, 16, 32, 64, 128, 256)
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,10 +65,16 @@ def run(arguments: Arguments) -> None:
         if path.exists() or (arguments.only and name not in arguments.only):
             continue
         console.rule(name)
-        made = make_plan(config, only=("step",) if name in SCALING else None, on_program=console.print)
+        made = make_plan(
+            config, only=("step",) if name in SCALING else None, on_program=console.print
+        )
         show(made, console)
         path.write_text(json.dumps(figures(made), indent=1) + "\n")
-    known = {name: json.loads(path.read_text()) for name in plans if (path := arguments.out / f"{name}.json").exists()}
+    known = {
+        name: json.loads(path.read_text())
+        for name in plans
+        if (path := arguments.out / f"{name}.json").exists()
+    }
     (arguments.out / "tables.md").write_text(tables(known))
     console.print(f"{arguments.out / 'tables.md'}: {len(known)} of {len(plans)} plans")
 
@@ -98,7 +111,8 @@ def table(head: str, rows: list[str]) -> str:
 
 
 def fitting_row(plan: dict) -> str:
-    step, sampler = plan["programs"]["step"], plan["programs"]["sampler"]
+    step = plan["programs"]["step"]
+    sampler = plan["programs"]["sampler"]
     gib = lambda *sizes: " + ".join(f"{size / GIB:.1f}" for size in sizes)
     seconds = lambda program, key: "–" if program[key] is None else f"{program[key]:.2f} s"
     most = max(program["needed_bytes"] for program in plan["programs"].values())

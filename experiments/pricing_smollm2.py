@@ -1,10 +1,12 @@
-"""GRPO on a real pretrained model: SmolLM2-135M-Instruct learns the pricing task; a paired test says whether it did.
+"""GRPO on a real pretrained model: SmolLM2-135M-Instruct learns the pricing task; a paired test
+says whether it did.
 
     python -m experiments.pricing_smollm2 [--out RUN] [--steps N] ...
 
-Converts the model where that has not been done (see `experiments.smollm2`), trains it with the command line's own code,
-then compares the first and the last checkpoint on held-out rows, greedy, row by row, with the exact two-sided McNemar
-test: of the rows that changed, as many would get better as get worse if training had done nothing.
+Converts the model where that has not been done (see `experiments.smollm2`), trains it with the
+command line's own code, then compares the first and the last checkpoint on held-out rows, greedy,
+row by row, with the exact two-sided McNemar test: of the rows that changed, as many would get
+better as get worse if training had done nothing.
 """
 
 import dataclasses
@@ -15,9 +17,9 @@ import tyro
 from rich.console import Console
 
 from experiments.smollm2 import smollm2_folder
-from grpo_jax import run
 from grpo_jax.config import TrainConfig
-from grpo_jax.report import write_json
+from grpo_jax.runs import run
+from grpo_jax.runs.folder import write_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +48,11 @@ class Study:
 
 
 def mcnemar(better: int, worse: int) -> float:
-    """Exact two-sided p-value of `better` and `worse` discordant pairs under a fair coin (McNemar 1947)."""
-    n, low = better + worse, min(better, worse)
+    """Exact two-sided p-value of `better` and `worse` discordant pairs under a fair coin (McNemar
+    1947).
+    """
+    n = better + worse
+    low = min(better, worse)
     tail = sum(math.comb(n, i) for i in range(low + 1)) / 2**n
     return min(1.0, 2 * tail)
 
@@ -74,7 +79,8 @@ def main(study: Study) -> dict:
         opened = run.open_run(out, iteration)
         _, result = run.held_out(opened.config, opened.parts, opened.params)
         rewards.append(result.reward_PN[:, 0])
-    better, worse = int((rewards[1] > rewards[0]).sum()), int((rewards[1] < rewards[0]).sum())
+    better = int((rewards[1] > rewards[0]).sum())
+    worse = int((rewards[1] < rewards[0]).sum())
     figures = {
         "before": float(rewards[0].mean()),
         "after": float(rewards[1].mean()),

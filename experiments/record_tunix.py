@@ -1,10 +1,12 @@
-"""Records what Tunix's GRPO loss makes of given log-probabilities, for a test that does not need Tunix.
+"""Records what Tunix's GRPO loss makes of given log-probabilities, for a test that does not need
+Tunix.
 
     python -m venv tunix-venv && tunix-venv/bin/pip install google-tunix==0.1.7
     tunix-venv/bin/python experiments/record_tunix.py --out tests/objectives/data/tunix_grpo.json
 
-The loss is Tunix's own `grpo_loss_fn`; only the forward pass in front of it is replaced, by one that returns the
-log-probabilities that the file holds. Of every case the file has the options, the loss and its gradient.
+The loss is Tunix's own `grpo_loss_fn`; only the forward pass in front of it is replaced, by one
+that returns the log-probabilities that the file holds. Of every case the file has the options, the
+loss and its gradient.
 """
 
 import argparse
@@ -18,7 +20,9 @@ import numpy as np
 from flax import nnx
 from tunix.rl import algo_core, common
 
-P, G, T = 2, 4, 6
+P = 2
+G = 4
+T = 6
 CASES = {
     "grpo": {},
     "grpo, no kl": {"beta": 0.0},
@@ -49,8 +53,18 @@ def make_inputs() -> dict[str, np.ndarray]:
 
 def run(inputs: dict[str, np.ndarray], case: dict) -> tuple[float, np.ndarray]:
     flat = {name: jnp.asarray(x.reshape(P * G, -1), jnp.float32) for name, x in inputs.items()}
-    options = {"beta": 0.04, "epsilon": 0.2, "epsilon_high": 0.2, "loss_algo": "grpo", "kl_loss_mode": "low_var_kl"}
-    options |= {"loss_agg_mode": "sequence-mean-token-mean", "temperature": 1.0, "kl_clamp_value": None} | case
+    options = {
+        "beta": 0.04,
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "loss_algo": "grpo",
+        "kl_loss_mode": "low_var_kl",
+    }
+    options |= {
+        "loss_agg_mode": "sequence-mean-token-mean",
+        "temperature": 1.0,
+        "kl_clamp_value": None,
+    } | case
     example = SimpleNamespace(
         prompt_ids=jnp.zeros((P * G, 1), jnp.int32),
         completion_ids=jnp.zeros((P * G, T), jnp.int32),
@@ -70,15 +84,24 @@ def run(inputs: dict[str, np.ndarray], case: dict) -> tuple[float, np.ndarray]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True, help="JSON file to write")
     arguments = parser.parse_args()
     inputs = make_inputs()
     cases = {}
     for name, case in CASES.items():
         value, slope = run(inputs, case)
-        cases[name] = {"options": case, "loss": value, "gradient": np.round(slope.astype(float), 9).tolist()}
-    recorded = {"inputs": {name: np.round(x.astype(float), 9).tolist() for name, x in inputs.items()}, "cases": cases}
+        cases[name] = {
+            "options": case,
+            "loss": value,
+            "gradient": np.round(slope.astype(float), 9).tolist(),
+        }
+    recorded = {
+        "inputs": {name: np.round(x.astype(float), 9).tolist() for name, x in inputs.items()},
+        "cases": cases,
+    }
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(recorded) + "\n")
     print(f"{len(cases)} cases: {arguments.out}")

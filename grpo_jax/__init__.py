@@ -1,8 +1,9 @@
 """Functional GRPO for language models in JAX and Flax: the public names, nothing else."""
 
-from grpo_jax.critic import value_network
-from grpo_jax.devices import SINGLE, pmapped, sharded
-from grpo_jax.loop import train
+from grpo_jax.inference.critic import value_network
+from grpo_jax.inference.generate import generate
+from grpo_jax.inference.logprobs import Sampling, completion_logp
+from grpo_jax.inference.tokenizer import ByteTokenizer, load_tokenizer, pad_prompts
 from grpo_jax.models import (
     DecoderConfig,
     LanguageModel,
@@ -32,15 +33,15 @@ from grpo_jax.objectives import (
     standardize,
     token_mean,
 )
-from grpo_jax.parallel import make_mesh
-from grpo_jax.policy import Sampling, completion_logp
-from grpo_jax.rollout import assemble
-from grpo_jax.sampler import generate
+from grpo_jax.parallel.backends import SINGLE, pmapped, sharded
+from grpo_jax.parallel.sharding import make_mesh
 from grpo_jax.tasks import Task, pricing
-from grpo_jax.tokenizer import ByteTokenizer, load_tokenizer, pad_prompts
-from grpo_jax.train_step import adamw, init_state, make_train_step
+from grpo_jax.training.batch import assemble
+from grpo_jax.training.loop import train
+from grpo_jax.training.optimizers import adamw
+from grpo_jax.training.sft import warm_up
+from grpo_jax.training.train_step import init_state, make_train_step
 from grpo_jax.types import Batch, Mean, Prompts, Rollout, Sample, TrainState
-from grpo_jax.warm_up import warm_up
 
 __all__ = [
     "PRESETS",

@@ -1,8 +1,9 @@
 """What a run is: one flat dataclass, checked when it is made, saved as config.json.
 
-`None` stands for "by the model": a tiny model from scratch and a pretrained one want other numbers; `resolved` fills
-them in. Left out on purpose: everything an objective or a task already takes by itself; those are passed through by
-name (`--objective-args`, `--task-args`) and checked against the function's own signature.
+`None` stands for "by the model": a tiny model from scratch and a pretrained one want other numbers;
+`resolved` fills them in. Left out on purpose: everything an objective or a task already takes by
+itself; those are passed through by name (`--objective-args`, `--task-args`) and checked against the
+function's own signature.
 """
 
 import dataclasses
@@ -16,14 +17,15 @@ from typing import Annotated, Any
 
 import tyro
 
-from grpo_jax.loop import ON_ERROR
+from grpo_jax.inference.logprobs import Sampling
 from grpo_jax.models import DecoderConfig
 from grpo_jax.models.decoder import REMAT
 from grpo_jax.objectives import PRESETS
-from grpo_jax.parallel import DECODE_RULES, mesh_sizes
-from grpo_jax.policy import Sampling
+from grpo_jax.parallel.sharding import DECODE_RULES, mesh_sizes
 from grpo_jax.tasks import TASKS
-from grpo_jax.train_step import OLD_LOGP, SCHEDULES
+from grpo_jax.training.loop import ON_ERROR
+from grpo_jax.training.optimizers import SCHEDULES
+from grpo_jax.training.train_step import OLD_LOGP
 
 TINY = "tiny"
 
@@ -43,7 +45,7 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "eval_batch": 256,
         "length_buckets": 1,
         "pack_tokens": False,
-        "skip_idle": False,
+        "drop_zero_variance": False,
         "compact": 0,
         "remat": "none",
         "microbatches": 1,
@@ -63,7 +65,7 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
         "eval_batch": 64,
         "length_buckets": 2,
         "pack_tokens": True,
-        "skip_idle": True,
+        "drop_zero_variance": True,
         "compact": 3,
         "remat": "auto",
         "microbatches": 1,
@@ -73,9 +75,11 @@ BY_MODEL: dict[bool, dict[str, Any]] = {
 
 def by_model(field: str, text: str) -> Any:
     """The help of an option whose default depends on the model."""
-    tiny, pretrained = BY_MODEL[True][field], BY_MODEL[False][field]
+    tiny = BY_MODEL[True][field]
+    pretrained = BY_MODEL[False][field]
     return tyro.conf.arg(
-        help=f"{text} None: {tiny}" + ("." if tiny == pretrained else f"; {pretrained} if pretrained.")
+        help=f"{text} None: {tiny}"
+        + ("." if tiny == pretrained else f"; {pretrained} if pretrained.")
     )
 
 
@@ -83,7 +87,8 @@ def by_model(field: str, text: str) -> Any:
 class TrainConfig:
     """Train a policy with GRPO: sample completions, score them, update, evaluate on held-out rows.
 
-    Options left at None take a value that suits the model, shown below; config.json holds what was taken.
+    Options left at None take a value that suits the model, shown below; config.json holds what was
+    taken.
     """
 
     task: str = "pricing"
@@ -91,16 +96,24 @@ class TrainConfig:
     task_args: tuple[str, ...] = ()
     """Options of the task as NAME=VALUE, e.g. level=2 held_out_size=1000."""
     model: str = TINY
-    """"tiny": a small byte-level model, trained from scratch; or a Hugging Face folder or Hub id (Llama, Qwen 2)."""
+    """"tiny": a small byte-level model, trained from scratch; or a Hugging Face folder or Hub id
+    (Llama, Qwen 2).
+    """
     dtype: str = "float32"
     """Type of parameters and activations: float32, bfloat16 or float16."""
     objective: Annotated[str, tyro.conf.arg(help=f"The loss: {', '.join(PRESETS)}.")] = "grpo"
     objective_args: tuple[str, ...] = ()
     """Options of the objective as NAME=VALUE, e.g. beta=0.02 high=0.28."""
-    steps: Annotated[int | None, by_model("steps", "Iterations: each samples, scores and updates.")] = None
+    steps: Annotated[
+        int | None, by_model("steps", "Iterations: each samples, scores and updates.")
+    ] = None
     prompts: Annotated[int | None, by_model("prompts", "Prompts in an iteration.")] = None
-    group_size: Annotated[int | None, by_model("group_size", "Completions sampled for each prompt (G).")] = None
-    max_new_tokens: Annotated[int | None, by_model("max_new_tokens", "Length limit of a completion, in tokens.")] = None
+    group_size: Annotated[
+        int | None, by_model("group_size", "Completions sampled for each prompt (G).")
+    ] = None
+    max_new_tokens: Annotated[
+        int | None, by_model("max_new_tokens", "Length limit of a completion, in tokens.")
+    ] = None
     length_buckets: Annotated[
         int | None,
         by_model(
@@ -109,18 +122,29 @@ class TrainConfig:
         ),
     ] = None
     pack_tokens: Annotated[
-        bool | None, by_model("pack_tokens", "Compute an update's real tokens alone, not the padding.")
+        bool | None,
+        by_model("pack_tokens", "Compute an update's real tokens alone, not the padding."),
     ] = None
-    skip_idle: Annotated[bool | None, by_model("skip_idle", "Leave out groups that have no gradient, exactly.")] = None
+    drop_zero_variance: Annotated[
+        bool | None,
+        by_model("drop_zero_variance", "Leave out groups that have no gradient, exactly."),
+    ] = None
     compact: Annotated[
-        int | None, by_model("compact", "In how many steps sampling may shrink its batch as completions stop.")
+        int | None,
+        by_model("compact", "In how many steps sampling may shrink its batch as completions stop."),
     ] = None
-    seats: int | None = None
-    """Completions of a prompt that are sampled at once; the others wait for the seat of one that ends; None: all."""
+    decode_slots: int | None = None
+    """Completions of a prompt that are sampled at once; the others wait for the seat of one that
+    ends; None: all.
+    """
     stale: int = 0
-    """Iterations that sampling runs ahead, while the host scores: data that old, corrected by the ratio; 0: none."""
+    """Iterations that sampling runs ahead, while the host scores: data that old, corrected by the
+    ratio; 0: none.
+    """
     compile_ahead: bool = False
-    """Compile every program that the iterations may need before the first one, so that none waits for the compiler."""
+    """Compile every program that the iterations may need before the first one, so that none waits
+    for the compiler.
+    """
     remat: Annotated[
         str | None,
         by_model(
@@ -132,7 +156,9 @@ class TrainConfig:
     temperature: float = 1.0
     """Divides the logits, in sampling and in training."""
     top_k: int | None = None
-    """Keep the k most likely tokens; None keeps all. Applies to sampling and training, as do the next two."""
+    """Keep the k most likely tokens; None keeps all. Applies to sampling and training, as do the
+    next two.
+    """
     top_p: float | None = None
     """Keep the most likely tokens up to this probability; None keeps all."""
     min_p: float | None = None
@@ -140,15 +166,18 @@ class TrainConfig:
     epochs: int = 1
     """Updates on each batch (μ)."""
     old_logp: str = "sampler"
-    """π_old: the sampler's log-probabilities ("sampler"), or those of the first epoch ("first_epoch")."""
+    """π_old: the sampler's log-probabilities ("sampler"), or those of the first epoch
+    ("first_epoch").
+    """
     microbatches: Annotated[
         int | None,
         by_model(
-            "microbatches", "Parts that the prompts of an update are cut into, to save memory; must divide --prompts."
+            "microbatches",
+            "Components that the prompts of an update are cut into, to save memory; must divide --prompts.",
         ),
     ] = None
     group_microbatches: int = 1
-    """Parts that each group is cut into; must divide --group-size."""
+    """Components that each group is cut into; must divide --group-size."""
     learning_rate: Annotated[float | None, by_model("learning_rate", "Peak rate of AdamW.")] = None
     schedule: Annotated[
         str | None,
@@ -164,11 +193,18 @@ class TrainConfig:
     clip_norm: float = 1.0
     """Largest global norm of a gradient; inf switches clipping off."""
     ref_every: int | None = None
-    """Iterations after which the reference becomes the policy (iterative GRPO); None leaves it where it started."""
+    """Iterations after which the reference becomes the policy (iterative GRPO); None leaves it
+    where it started.
+    """
     ref_ema: float | None = None
-    """Share of the old reference in a moving average with the policy, after each iteration, e.g. 0.99."""
+    """Share of the old reference in a moving average with the policy, after each iteration, e.g.
+    0.99.
+    """
     warm_up: Annotated[
-        int | None, by_model("warm_up", "Supervised updates on the task's own training rows before GRPO, at most.")
+        int | None,
+        by_model(
+            "warm_up", "Supervised updates on the task's own training rows before GRPO, at most."
+        ),
     ] = None
     warm_up_loss: Annotated[
         float | None,
@@ -196,11 +232,15 @@ class TrainConfig:
     log_completions: int = 4
     """Completions of an iteration that are written to completions.jsonl."""
     mesh: str | None = None
-    """Devices to train on, as a mesh with axes data, fsdp and tensor, e.g. data=4,fsdp=2; None: one device."""
+    """Devices to train on, as a mesh with axes data, fsdp and tensor, e.g. data=4,fsdp=2; None: one
+    device.
+    """
     pmap: int | None = None
     """Devices to train on with pmap, the whole model on each; instead of --mesh."""
     decode_weights: str = "gather"
-    """How sampling holds weights of a mesh: whole on each device but for tensor ("gather"), or split over fsdp too."""
+    """How sampling holds weights of a mesh: whole on each device but for tensor ("gather"), or
+    split over fsdp too.
+    """
     seed: int = 0
     """Of everything random: initial weights, order of rows, sampling."""
     out: str | None = None
@@ -219,7 +259,15 @@ class TrainConfig:
         choose("on-error", self.on_error, ON_ERROR)
         keyword_arguments(TASKS[self.task], self.task_args, "task-args")
         keyword_arguments(PRESETS[self.objective], self.objective_args, "objective-args")
-        positive = ("steps", "prompts", "group_size", "max_new_tokens", "epochs", "microbatches", "group_microbatches")
+        positive = (
+            "steps",
+            "prompts",
+            "group_size",
+            "max_new_tokens",
+            "epochs",
+            "microbatches",
+            "group_microbatches",
+        )
         for field in (
             *positive,
             "eval_every",
@@ -229,7 +277,7 @@ class TrainConfig:
             "keep",
             "ref_every",
             "length_buckets",
-            "seats",
+            "decode_slots",
         ):
             at_least(field, getattr(self, field), 1)
         for field in (
@@ -240,22 +288,35 @@ class TrainConfig:
         if self.ref_ema is not None and not 0 <= self.ref_ema <= 1:
             raise ValueError(f"--ref-ema must be between 0 and 1, got {self.ref_ema}")
         if self.ref_every is not None and self.ref_ema is not None:
-            raise ValueError("--ref-every and --ref-ema are two ways to move the reference; give one of them")
+            raise ValueError(
+                "--ref-every and --ref-ema are two ways to move the reference; give one of them"
+            )
         if not self.clip_norm > 0:
-            raise ValueError(f"--clip-norm must be above 0 (inf for no clipping), got {self.clip_norm}")
+            raise ValueError(
+                f"--clip-norm must be above 0 (inf for no clipping), got {self.clip_norm}"
+            )
         try:
             self.sampling.checked()
         except ValueError as error:  # its message begins with the field's name
             name, _, rest = str(error).partition(" ")
             raise ValueError(f"{flag(name)} {rest}") from None
         if self.temperature == 0:
-            raise ValueError("--temperature must be above 0: a greedy group has no spread to learn from")
+            raise ValueError(
+                "--temperature must be above 0: a greedy group has no spread to learn from"
+            )
         for whole, parts in (("prompts", "microbatches"), ("group_size", "group_microbatches")):
-            size, count = getattr(self, whole), getattr(self, parts)
+            size = getattr(self, whole)
+            count = getattr(self, parts)
             if size is not None and count is not None and size % count:
                 raise ValueError(f"{flag(parts)} ({count}) must divide {flag(whole)} ({size})")
-        if self.seats is not None and self.group_size is not None and self.seats > self.group_size:
-            raise ValueError(f"--seats ({self.seats}) must be at most --group-size ({self.group_size})")
+        if (
+            self.decode_slots is not None
+            and self.group_size is not None
+            and self.decode_slots > self.group_size
+        ):
+            raise ValueError(
+                f"--decode_slots ({self.decode_slots}) must be at most --group-size ({self.group_size})"
+            )
         self._check_devices()
 
     def _check_devices(self) -> None:
@@ -266,10 +327,13 @@ class TrainConfig:
         except ValueError as error:
             raise ValueError(f"--mesh: {error}") from None
         if self.mesh is not None and self.pmap is not None:
-            raise ValueError("--mesh and --pmap are two ways to use several devices; give one of them")
+            raise ValueError(
+                "--mesh and --pmap are two ways to use several devices; give one of them"
+            )
         if self.mesh is None and self.decode_weights != "gather":
             raise ValueError("--decode-weights says how a --mesh holds weights, and there is none")
-        parts, cuts = self.pmap or sizes.get("data", 1) * sizes.get("fsdp", 1), self.microbatches or 1
+        parts = self.pmap or sizes.get("data", 1) * sizes.get("fsdp", 1)
+        cuts = self.microbatches or 1
         if self.prompts is not None and self.prompts % (parts * cuts):
             raise ValueError(
                 f"--prompts ({self.prompts}) must be a multiple of {parts} × {cuts}: of the devices that they are "
@@ -284,14 +348,21 @@ class TrainConfig:
         """The same run with every "by the model" value filled in (and checked once more)."""
         defaults = dict(BY_MODEL[self.model == TINY])
         changes = {}
-        for field, function in (("task_args", TASKS[self.task]), ("objective_args", PRESETS[self.objective])):
+        for field, function in (
+            ("task_args", TASKS[self.task]),
+            ("objective_args", PRESETS[self.objective]),
+        ):
             given = keyword_arguments(function, getattr(self, field), field)
             known = inspect.signature(function).parameters
-            values = {name: value for name, value in defaults.pop(field).items() if name in known} | given
+            values = {
+                name: value for name, value in defaults.pop(field).items() if name in known
+            } | given
             if "max_length" in known:  # of Dr. GRPO and others: the length limit, in tokens
                 values.setdefault("max_length", self.max_new_tokens or defaults["max_new_tokens"])
             changes[field] = tuple(f"{name}={value}" for name, value in values.items())
-        changes |= {field: value for field, value in defaults.items() if getattr(self, field) is None}
+        changes |= {
+            field: value for field, value in defaults.items() if getattr(self, field) is None
+        }
         return dataclasses.replace(self, **changes)
 
     def task_options(self) -> dict[str, Any]:
@@ -302,14 +373,18 @@ class TrainConfig:
 
 
 def load_config(run: str | Path) -> TrainConfig:
-    """The configuration of a run folder. Raises FileNotFoundError if it is none, ValueError if it does not fit."""
+    """The configuration of a run folder. Raises FileNotFoundError if it is none, ValueError if it
+    does not fit.
+    """
     path = Path(run) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{run} is no run folder: it has no config.json")
     values = json.loads(path.read_text())
     known = {field.name for field in dataclasses.fields(TrainConfig)}
     if unknown := sorted(set(values) - known):
-        raise ValueError(f"{path} holds options that this version does not know: {', '.join(unknown)}")
+        raise ValueError(
+            f"{path} holds options that this version does not know: {', '.join(unknown)}"
+        )
     if values.get("clip_norm", 0) is None:  # infinity, which JSON does not have
         values["clip_norm"] = math.inf
     return TrainConfig(**values)
@@ -348,9 +423,11 @@ def choose(name: str, value: str, known: Mapping | tuple) -> None:
 
 
 def keyword_arguments(function: Callable, pairs: tuple[str, ...], option: str) -> dict[str, Any]:
-    """`("beta=0.02", …)` as keyword arguments of `function`; values are JSON where they parse, else text.
+    """`("beta=0.02", …)` as keyword arguments of `function`; values are JSON where they parse, else
+    text.
 
-    Raises ValueError for a name that the function does not take, and for text where its default is a number.
+    Raises ValueError for a name that the function does not take, and for text where its default is
+    a number.
     """
     known = inspect.signature(function).parameters
     values: dict[str, Any] = {}
@@ -370,5 +447,7 @@ def keyword_arguments(function: Callable, pairs: tuple[str, ...], option: str) -
         except json.JSONDecodeError:
             pass
         if isinstance(values[name], str) and isinstance(known[name].default, int | float):
-            raise ValueError(f"{flag(option)}: {name} takes a number, as {known[name].default}, got {text!r}")
+            raise ValueError(
+                f"{flag(option)}: {name} takes a number, as {known[name].default}, got {text!r}"
+            )
     return values

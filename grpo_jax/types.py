@@ -8,11 +8,13 @@ An array carries its axes as a suffix of its name:
     T  completion length,            K  key/value heads
        right-padded                  D  hidden size
 
-`logp_PGT` has three axes, `reward_PG` two, a name without a suffix is a scalar. A field below is named for the
-smallest thing that is meaningful (`mask_T` of one sequence); a batch of them has the leading axes P and G.
+`logp_PGT` has three axes, `reward_PG` two, a name without a suffix is a scalar. A field below is
+named for the smallest thing that is meaningful (`mask_T` of one sequence); a batch of them has the
+leading axes P and G.
 
-A NamedTuple is a pytree without registration, so `jax.vmap`, `jax.jit` and `jax.tree.map` take these as they are.
-Left out on purpose: methods that hide work, a base class, and a second annotation system.
+A NamedTuple is a pytree without registration, so `jax.vmap`, `jax.jit` and `jax.tree.map` take
+these as they are. Left out on purpose: methods that hide work, a base class, and a second
+annotation system.
 """
 
 from typing import Any, NamedTuple
@@ -27,15 +29,17 @@ Params = Any  # a pytree of arrays
 class Mean(NamedTuple):
     """A mean that has not been divided yet: `total / weight`.
 
-    Pairs are added over sequences, micro-batches, devices and processes, and divided once at the end, so that
-    the value never depends on how the work was cut up.
+    Pairs are added over sequences, micro-batches, devices and processes, and divided once at the
+    end, so that the value never depends on how the work was cut up.
     """
 
     total: Array
     weight: Array
 
     def value(self) -> Array:
-        """`total / weight`; 0 where the weight is 0 (nothing was there to average), with a zero gradient."""
+        """`total / weight`; 0 where the weight is 0 (nothing was there to average), with a zero
+        gradient.
+        """
         empty = self.weight == 0
         return jnp.where(empty, 0.0, self.total / jnp.where(empty, 1.0, self.weight))
 
@@ -46,7 +50,9 @@ def add_means(left: Any, right: Any) -> Any:
 
 
 class Prompts(NamedTuple):
-    """One row a prompt, never repeated for its group. Left-padded, so that every prompt ends at S − 1."""
+    """One row a prompt, never repeated for its group. Left-padded, so that every prompt ends at S −
+    1.
+    """
 
     tokens_PS: Array  # int32
     mask_PS: Array  # bool, true on real tokens
@@ -55,11 +61,12 @@ class Prompts(NamedTuple):
 class Rollout(NamedTuple):
     """What the sampler returns.
 
-    `mask_PGT` is true up to and including the stop token and comes from lengths, never from comparing ids.
-    `logp_PGT` is the log-probability of each token under the distribution it was drawn from (temperature and
-    filters included). `stopped_PG` is false where the length limit cut the completion off ("truncated").
-    `places_PN`, made by `rollout.pack`, holds the places g·T + t of a prompt's trained tokens in ascending order, then
-    G·T as often as needed: training then computes these N tokens a prompt instead of G·T. None: all of them.
+    `mask_PGT` is true up to and including the stop token and comes from lengths, never from
+    comparing ids. `logp_PGT` is the log-probability of each token under the distribution it was
+    drawn from (temperature and filters included). `stopped_PG` is false where the length limit cut
+    the completion off ("truncated"). `token_index_PN`, made by `rollout.pack`, holds the places g·T
+    + t of a prompt's trained tokens in ascending order, then G·T as often as needed: training then
+    computes these N tokens a prompt instead of G·T. None: all of them.
     """
 
     prompts: Prompts
@@ -67,18 +74,19 @@ class Rollout(NamedTuple):
     mask_PGT: Array  # bool
     logp_PGT: Array  # float32
     stopped_PG: Array  # bool
-    places_PN: Array | None = None  # int32
+    token_index_PN: Array | None = None  # int32
 
 
 class Sample(NamedTuple):
     """What a loss sees of one completion. Fields that an objective does not read stay `None`.
 
-    Fixed for the batch: `mask_T` (bool, true on trained tokens), `old_logp_T` (log π_old), `ref_logp_T` (log π_ref),
-    `sampler_logp_T` (log-probability under the program that sampled), `weight_T` (detached weight of each
-    token's surrogate), `adv` (a scalar, or one advantage a token), `reward_T` (NaN where no step ends),
-    `stopped` (false if truncated), `age` (updates between the sampling policy and this batch's first),
-    `old_value_T` and `return_T` (of a critic), `group_tokens` (trained tokens of its whole group). Of the current
-    parameters, filled in by the train step and differentiable: `entropy_T`, `value_T`.
+    Fixed for the batch: `mask_T` (bool, true on trained tokens), `old_logp_T` (log π_old),
+    `ref_logp_T` (log π_ref), `sampler_logp_T` (log-probability under the program that sampled),
+    `weight_T` (detached weight of each token's surrogate), `adv` (a scalar, or one advantage a
+    token), `reward_T` (NaN where no step ends), `stopped` (false if truncated), `age` (updates
+    between the sampling policy and this batch's first), `old_value_T` and `return_T` (of a critic),
+    `group_tokens` (trained tokens of its whole group). Of the current parameters, filled in by the
+    train step and differentiable: `entropy_T`, `value_T`.
     """
 
     mask_T: Array
@@ -100,8 +108,9 @@ class Sample(NamedTuple):
 class Batch(NamedTuple):
     """A rollout and its samples; every leaf has the leading axes P, G (prompts: P).
 
-    `rest`, made by `rollout.leave_out_idle`, holds the loss and the diagnostics of groups that are not here because
-    they have no gradient: named `Mean`s that are added to those of the batch.
+    `rest`, made by `rollout.drop_zero_variance_groups`, holds the loss and the diagnostics of
+    groups that are not here because they have no gradient: named `Mean`s that are added to those of
+    the batch.
     """
 
     rollout: Rollout

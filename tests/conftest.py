@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.types import Prompts
 

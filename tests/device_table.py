@@ -15,28 +15,30 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from grpo_jax.config import TrainConfig
+from grpo_jax.inference.critic import value_network
+from grpo_jax.inference.generate import generate
+from grpo_jax.inference.logprobs import Sampling
+from grpo_jax.inference.tokenizer import ByteTokenizer
+from grpo_jax.models import DecoderConfig, decoder, from_nnx
+from grpo_jax.objectives import PRESETS, batch_loss, diagnostics, ema, reads
+from grpo_jax.parallel.backends import SINGLE, pmapped, sharded
+from grpo_jax.parallel.sharding import make_mesh
+from grpo_jax.plan import hlo
+from grpo_jax.runs.run import devices_of as devices_of_config
+from grpo_jax.training.batch import assemble, score
+from grpo_jax.training.evaluate import evaluate
+from grpo_jax.training.loop import begin, train
+from grpo_jax.training.packing import pack
+from grpo_jax.training.sft import warm_up
+from grpo_jax.training.train_step import make_train_step
+from grpo_jax.training.zero_variance import drop_zero_variance_groups
+from grpo_jax.types import Prompts, Rollout
+
 from nnx_toy import Averager
 from objective_batches import REQUIRED
 from toy import V as BYTES
 from toy import bigram, compilations, letters
-
-from grpo_jax import hlo
-from grpo_jax.config import TrainConfig
-from grpo_jax.critic import value_network
-from grpo_jax.devices import SINGLE, pmapped, sharded
-from grpo_jax.evaluate import evaluate
-from grpo_jax.loop import begin, train
-from grpo_jax.models import DecoderConfig, decoder, from_nnx
-from grpo_jax.objectives import PRESETS, batch_loss, diagnostics, ema, reads
-from grpo_jax.parallel import make_mesh
-from grpo_jax.policy import Sampling
-from grpo_jax.rollout import assemble, leave_out_idle, pack, score
-from grpo_jax.run import devices_of as devices_of_config
-from grpo_jax.sampler import generate
-from grpo_jax.tokenizer import ByteTokenizer
-from grpo_jax.train_step import make_train_step
-from grpo_jax.types import Prompts, Rollout
-from grpo_jax.warm_up import warm_up
 
 P, G, S, T, V = 32, 3, 5, 4, 16  # few tokens: a ratio is as exact as its log-probabilities are small
 MODEL = decoder(DecoderConfig(V, 16, 32, 1, 8, 8, 2, tie_word_embeddings=False, attention_bias=True), remat="none")
@@ -135,7 +137,7 @@ def idle(layout: str) -> dict:
         rows = where.put_rows(rollout)
         batch = where.whole_batch(partial(assemble, objective), ("rows", "rows"), "rows")(rows, where.put_rows(reward))
         if name == "part":
-            batch = leave_out_idle(objective, batch, (12, 16, 24), where)
+            batch = drop_zero_variance_groups(objective, batch, (12, 16, 24), where)
         build = make_train_step(QUICK, objective, OPTIMIZER, sampling=SAMPLING, axis_name=where.axis_name, chunk=8)
         step = where.per_prompt(build, ("state", "rows"), ("state", "whole"))
         state, metrics = step(begin(parameters(QUICK), OPTIMIZER, 0, None, where).state, batch)
@@ -405,7 +407,7 @@ def ahead(layout: str) -> dict:
         iterations = train(
             model, model.init(jax.random.key(0)), letters(train_size=10)._replace(reward=half), ByteTokenizer(),
             PRESETS["grpo"](beta=0.0), optax.sgd(0.1), steps=3, prompts_per_step=8, group_size=3, max_new_tokens=6,
-            length_buckets=2, microbatches=2, skip_idle=True, compile_ahead=compile_ahead, devices=devices,
+            length_buckets=2, microbatches=2, drop_zero_variance=True, compile_ahead=compile_ahead, devices=devices,
         )  # fmt: skip
         with compilations() as names:
             row[f"{name} loss"] = [metrics["loss"] for _, metrics in iterations]

@@ -6,7 +6,6 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from grpo_jax.objectives import PRESETS, batch_advantages
 from grpo_jax.types import Sample
 

@@ -10,9 +10,10 @@ import sys
 import time
 
 import pytest
-import toy
+from grpo_jax import cli
+from grpo_jax.parallel import processes
 
-from grpo_jax import cli, processes
+import toy
 
 calls = itertools.count(1)
 

@@ -10,14 +10,15 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from toy import ascii_share, finished_run, install
-
-from grpo_jax import cli, run
+from grpo_jax import cli
 from grpo_jax.cli import Eval, Sample, Train, main
 from grpo_jax.config import TrainConfig, flag, load_config
-from grpo_jax.evaluate import Evaluation, pass_at_k
-from grpo_jax.policy import Sampling
-from grpo_jax.report import read_lines
+from grpo_jax.inference.logprobs import Sampling
+from grpo_jax.runs import run
+from grpo_jax.runs.folder import read_lines
+from grpo_jax.training.evaluate import Evaluation, pass_at_k
+
+from toy import ascii_share, finished_run, install
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -90,9 +91,9 @@ GIVEN = {
     "keep": ("4", 4),
     "log_completions": ("0", 0),
     "pack_tokens": ("True", True),
-    "skip_idle": ("True", True),
+    "drop_zero_variance": ("True", True),
     "compact": ("3", 3),
-    "seats": ("2", 2),
+    "decode_slots": ("2", 2),
     "stale": ("2", 2),
     "compile_ahead": ((), True),
     "remat": ("dots", "dots"),

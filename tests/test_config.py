@@ -6,13 +6,12 @@ import json
 import math
 
 import pytest
-
 from grpo_jax.config import BY_MODEL, TrainConfig, flag, keyword_arguments, load_config, tiny_config
+from grpo_jax.inference.logprobs import Sampling
+from grpo_jax.inference.tokenizer import ByteTokenizer
 from grpo_jax.objectives import PRESETS
-from grpo_jax.policy import Sampling
-from grpo_jax.report import write_json
+from grpo_jax.runs.folder import write_json
 from grpo_jax.tasks import TASKS
-from grpo_jax.tokenizer import ByteTokenizer
 
 nan = float("nan")
 WRONG = {
@@ -50,7 +49,7 @@ WRONG = {
     "old_logp": ["samplr"],
     "on_error": ["rais"],
     "compact": [-1],
-    "seats": [0],
+    "decode_slots": [0],
     "stale": [-1],
     "remat": ["layr"],
     "mesh": ["", "data", "dta=2", "data=0", "data=2,data=2", "data=2;fsdp=2"],
@@ -69,7 +68,7 @@ def test_a_wrong_value_is_named_by_its_flag(field, value):
 
 def test_every_option_that_can_be_wrong_is_checked():
     """All but switches, and those for which any text is right: a folder, or a model that is looked for later."""
-    free = {"model", "out", "pack_tokens", "skip_idle", "compile_ahead"}
+    free = {"model", "out", "pack_tokens", "drop_zero_variance", "compile_ahead"}
     assert set(WRONG) == {field.name for field in dataclasses.fields(TrainConfig)} - free
 
 
@@ -102,7 +101,7 @@ def test_what_is_far_from_any_name_gets_all_of_them():
     [
         ({"prompts": 8, "microbatches": 3}, r"--microbatches \(3\) must divide --prompts \(8\)"),
         ({"group_size": 8, "group_microbatches": 3}, r"--group-microbatches \(3\) must divide --group-size \(8\)"),
-        ({"group_size": 8, "seats": 9}, r"--seats \(9\) must be at most --group-size \(8\)"),
+        ({"group_size": 8, "decode_slots": 9}, r"--decode_slots \(9\) must be at most --group-size \(8\)"),
         ({"ref_every": 2, "ref_ema": 0.9}, "--ref-every and --ref-ema are two ways"),
         ({"mesh": "data=2", "pmap": 2}, "--mesh and --pmap are two ways"),
         ({"mesh": "data=2,fsdp=4,tensor=3", "prompts": 12}, r"--prompts \(12\) must be a multiple of 8 × 1"),

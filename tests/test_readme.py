@@ -4,7 +4,6 @@ import re
 from pathlib import Path
 
 import pytest
-
 from grpo_jax.objectives import PRESETS, Objective, reads
 
 ROOT = Path(__file__).parent.parent

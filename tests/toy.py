@@ -20,7 +20,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import pytest
-
 from grpo_jax.models import LanguageModel
 from grpo_jax.tasks import Task
 
@@ -116,7 +115,8 @@ def compilations() -> Iterator[list[str]]:
 
 def install(patch: pytest.MonkeyPatch) -> None:
     """Makes the command line know the task, and builds the bigram model for the built-in one."""
-    from grpo_jax import run, tasks
+    from grpo_jax import tasks
+    from grpo_jax.runs import run
 
     patch.setitem(tasks.TASKS, "letters", letters)
     patch.setattr(run, "decoder", lambda config, **_: bigram(0.01, config.dtype))

@@ -1,9 +1,12 @@
-"""grpo_jax against TRL, Tunix and a plain PyTorch loop: same weights, prompts and lengths, in turn, in one run.
+"""grpo_jax against TRL, Tunix and a plain PyTorch loop: same weights, prompts and lengths, in turn,
+in one run.
 
-    python -m experiments.benchmark [--workloads W1,W2] [--peers trl,tunix,transformers] [--json FILE] ...
+    python -m experiments.benchmark [--workloads W1,W2] [--peers trl,tunix,transformers] [--json
+    FILE] ...
 
-Every contestant runs in a process of its own. What has been measured stays in `--out`; the same command again goes on
-from there. No table is printed unless grpo_jax and each peer agree on the loss and the gradient of the first step.
+Every contestant runs in a process of its own. What has been measured stays in `--out`; the same
+command again goes on from there. No table is printed unless grpo_jax and each peer agree on the
+loss and the gradient of the first step.
 """
 
 import dataclasses
@@ -26,7 +29,7 @@ from experiments.benchmark.driver import Plan, WorkerError
 from experiments.benchmark.report import Report, machine_rates
 from experiments.benchmark.workloads import SHAPES, WORKLOADS, named
 from grpo_jax.models.hub import config_from_hf
-from grpo_jax.report import Screen
+from grpo_jax.runs.terminal import Screen
 
 PEERS = ("transformers", "trl", "tunix")
 
@@ -38,7 +41,9 @@ class Options:
     peers: str = "trl,tunix,transformers"
     """Whom to compare with, by commas; a peer that is not installed is left out and said so."""
     rounds: int | None = None
-    """How often each contestant's process is started; they alternate. By default 3 on CPUs, else 1."""
+    """How often each contestant's process is started; they alternate. By default 3 on CPUs, else
+    1.
+    """
     repeats: int | None = None
     """Timed steps of a process, after one to compile and warm up. By default 1 on CPUs, else 5."""
     json: str | None = None
@@ -54,7 +59,9 @@ class Options:
     dtype: str | None = None
     """float32 or bfloat16; by default float32 on CPUs, else bfloat16."""
     weights: str | None = None
-    """A Hugging Face folder of that shape; by default the cached SmolLM2, else seeded random weights."""
+    """A Hugging Face folder of that shape; by default the cached SmolLM2, else seeded random
+    weights.
+    """
     torch_python: str = sys.executable
     """The interpreter that has torch, transformers and TRL."""
     tunix_python: str = os.environ.get("TUNIX_PYTHON", "~/tunix-venv/bin/python")
@@ -80,8 +87,12 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
         raise ValueError(
             f"--shape must be one of {', '.join(SHAPES)} and --dtype float32 or bfloat16, got {shape} and {dtype}"
         )
-    torch_python, tunix_python = (str(Path(p).expanduser()) for p in (options.torch_python, options.tunix_python))
-    pythons, found, notes = {}, {}, []
+    torch_python, tunix_python = (
+        str(Path(p).expanduser()) for p in (options.torch_python, options.tunix_python)
+    )
+    pythons = {}
+    found = {}
+    notes = []
     out = Path(options.out)
     folder = driver.weights_folder(shape, out, options.weights)
     bias = json.loads((Path(folder) / "config.json").read_text()).get("model_type") == "qwen2"
@@ -90,12 +101,15 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
         python = driver.python_of(name, torch_python, tunix_python)
         has = driver.versions(python, driver.NEEDS[name])
         if has is None or (kind == "tpu" and name != "grpo_jax"):
-            notes.append(f"{name} is left out: {driver.NEEDS[name][0]} is not installed for {python}, or not on TPUs")
+            notes.append(
+                f"{name} is left out: {driver.NEEDS[name][0]} is not installed for {python}, or not on TPUs"
+            )
             continue
         if name == "tunix" and bias:
             notes.append("tunix is left out: its Llama has no biases, which Qwen 2 has")
             continue
-        pythons[name], known[name] = python, has
+        pythons[name] = python
+        known[name] = has
         found |= {package: version for package, version in has.items() if package not in found}
     # The row of least memory is for where memory is short; it would compile everything once more.
     ours = ["grpo_jax", "grpo_jax_layer"] if kind == "cpu" else ["grpo_jax"]
@@ -107,11 +121,24 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
             notes.append("no bf16 rows of PyTorch: this processor has neither AVX-512 BF16 nor AMX")
     if "trl" not in pythons:
         notes.append("TRL is not there: agreement with it has not been checked")
-    machines = ["machine_jax", *(["machine_torch"] if {"trl", "transformers"} & set(pythons) else [])]
+    machines = [
+        "machine_jax",
+        *(["machine_torch"] if {"trl", "transformers"} & set(pythons) else []),
+    ]
     pythons |= {name: driver.python_of(name, torch_python, tunix_python) for name in machines}
     limit = int(options.memory_limit_gb * 2**30)
     plan = Plan(
-        workloads, (*machines, *contestants), pythons, folder, out, shape, dtype, rounds, repeats, limit, versions=known
+        workloads,
+        (*machines, *contestants),
+        pythons,
+        folder,
+        out,
+        shape,
+        dtype,
+        rounds,
+        repeats,
+        limit,
+        versions=known,
     )
     return plan, found, notes
 
@@ -124,7 +151,9 @@ def machine(plan: Plan, versions: dict[str, str], rates: dict) -> dict:
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "shape": plan.shape,
         "dtype": plan.dtype,
-        "weights": "random, seeded" if Path(plan.folder).name.startswith("weights-") else Path(plan.folder).name,
+        "weights": "random, seeded"
+        if Path(plan.folder).name.startswith("weights-")
+        else Path(plan.folder).name,
         "rounds": plan.rounds,
         "date": datetime.date.today().isoformat(),
         "versions": {"python": platform.python_version()} | versions,
@@ -135,16 +164,22 @@ def processor() -> str:
     """The GPU's name, else the processor's."""
     if driver.accelerator() == "gpu":
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        return subprocess.run(
+            query, capture_output=True, text=True, check=True
+        ).stdout.splitlines()[0]
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     models = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return models[0] if models else platform.processor() or platform.machine()
 
 
 def measure(plan: Plan, console: Console) -> tuple[dict, dict, list[str]]:
-    """`driver.measure` behind a progress display that says who does what; without a terminal, a line now and then."""
+    """`driver.measure` behind a progress display that says who does what; without a terminal, a
+    line now and then.
+    """
     done = 0
-    with Screen(console, interval=30).phase("benchmark", sum(1 for _ in driver.specs(plan))) as show:
+    with Screen(console, interval=30).phase(
+        "benchmark", sum(1 for _ in driver.specs(plan))
+    ) as show:
 
         def tell(contestant, workload, number, event):
             nonlocal done
@@ -164,8 +199,12 @@ def main(options: Options) -> Report:
     results, rates, found = measure(plan, console)
     settings = json.loads((Path(plan.folder) / "config.json").read_text())
     config = dataclasses.asdict(config_from_hf(settings, plan.dtype))
-    inputs = {workload: dict(np.load(plan.out / workload / "inputs.npz")) for workload in plan.workloads}
-    report = Report(results, machine(plan, versions, rates), config, inputs, notes + found, plan.dtype)
+    inputs = {
+        workload: dict(np.load(plan.out / workload / "inputs.npz")) for workload in plan.workloads
+    }
+    report = Report(
+        results, machine(plan, versions, rates), config, inputs, notes + found, plan.dtype
+    )
     report.print(console)
     for path, text in ((options.json, report.json), (options.markdown, report.markdown)):
         if path is not None:
@@ -177,7 +216,9 @@ def main(options: Options) -> Report:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # as an exception, so that no worker is left behind
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # as an exception, so that no worker is left behind
     try:
         main(tyro.cli(Options, description=__doc__, config=(tyro.conf.FlagConversionOff,)))
     except (DisagreementError, WorkerError, ValueError, FileNotFoundError) as error:

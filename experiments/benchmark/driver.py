@@ -1,6 +1,8 @@
-"""Starts each contestant in its own process, in turn, keeps what it measured, and compares first steps.
+"""Starts each contestant in its own process, in turn, keeps what it measured, and compares first
+steps.
 
-Results lie in `out/WORKLOAD/CONTESTANT.ROUND.json`; what is there is not run again. Knows neither JAX nor PyTorch.
+Results lie in `out/WORKLOAD/CONTESTANT.ROUND.json`; what is there is not run again. Knows neither
+JAX nor PyTorch.
 """
 
 import dataclasses
@@ -56,7 +58,9 @@ class Plan:
     repeats: int
     memory_limit: int  # bytes
     seed: int = 0
-    versions: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)  # of each family's packages
+    versions: dict[str, dict[str, str]] = dataclasses.field(
+        default_factory=dict
+    )  # of each family's packages
     learning_rate: float = 1e-6
     clip_norm: float = 1.0
 
@@ -83,9 +87,13 @@ def has_fast_bf16() -> bool:
 
 
 def versions(python: str, names: tuple[str, ...]) -> dict[str, str] | None:
-    """The versions in that interpreter's environment; None where the first package is missing or there is none."""
+    """The versions in that interpreter's environment; None where the first package is missing or
+    there is none.
+    """
     try:
-        done = subprocess.run([python, "-c", PROBE, *names], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [python, "-c", PROBE, *names], capture_output=True, text=True, check=True
+        )
     except (OSError, subprocess.CalledProcessError):
         return None
     found = json.loads(done.stdout)
@@ -95,7 +103,11 @@ def versions(python: str, names: tuple[str, ...]) -> dict[str, str] | None:
 def environment() -> dict[str, str]:
     """That of the workers: this repository importable, no compiled program from an earlier run."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    return os.environ | {"PYTHONPATH": path, "JAX_ENABLE_COMPILATION_CACHE": "false", "HF_HUB_OFFLINE": "1"}
+    return os.environ | {
+        "PYTHONPATH": path,
+        "JAX_ENABLE_COMPILATION_CACHE": "false",
+        "HF_HUB_OFFLINE": "1",
+    }
 
 
 def resident_bytes(pid: int) -> int:
@@ -108,9 +120,13 @@ def resident_bytes(pid: int) -> int:
 
 
 def run_worker(python: str, spec: dict, memory_limit: int, tell: Callable[[dict], None]) -> dict:
-    """The worker's result, or `{"failed": why}` if it took more memory than `memory_limit` or was killed."""
+    """The worker's result, or `{"failed": why}` if it took more memory than `memory_limit` or was
+    killed.
+    """
     path = Path(spec["result"]).with_suffix(".spec")
-    Path(spec["result"]).unlink(missing_ok=True)  # of another spec: it must not be taken for this one's
+    Path(spec["result"]).unlink(
+        missing_ok=True
+    )  # of another spec: it must not be taken for this one's
     path.write_text(json.dumps(spec, indent=2) + "\n")
     surroundings = environment()
     if spec["dtype"] == "float32" and accelerator() != "cpu":
@@ -118,7 +134,9 @@ def run_worker(python: str, spec: dict, memory_limit: int, tell: Callable[[dict]
     command = [python, "-m", "experiments.benchmark.worker", str(path)]
     too_large = threading.Event()
     with path.with_suffix(".log").open("w") as log:
-        worker = subprocess.Popen(command, env=surroundings, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True)
+        worker = subprocess.Popen(
+            command, env=surroundings, cwd=ROOT, stdout=subprocess.PIPE, stderr=log, text=True
+        )
 
         def guard():
             while worker.poll() is None:
@@ -139,13 +157,19 @@ def run_worker(python: str, spec: dict, memory_limit: int, tell: Callable[[dict]
             worker.kill()
             worker.stdout.close()
     if too_large.is_set() or worker.returncode == -9:
-        why = f"out of memory, above {memory_limit / 2**30:.0f} GiB resident" if too_large.is_set() else "was killed"
+        why = (
+            f"out of memory, above {memory_limit / 2**30:.0f} GiB resident"
+            if too_large.is_set()
+            else "was killed"
+        )
         result = {"failed": f"{spec['contestant']}: {why}"}
         Path(spec["result"]).write_text(json.dumps(result) + "\n")
         return result
     if worker.returncode:
         tail = path.with_suffix(".log").read_text().strip().splitlines()[-3:]
-        raise WorkerError(f"{spec['contestant']} ended with code {worker.returncode}: {' | '.join(tail)}")
+        raise WorkerError(
+            f"{spec['contestant']} ended with code {worker.returncode}: {' | '.join(tail)}"
+        )
     return json.loads(Path(spec["result"]).read_text())
 
 
@@ -155,9 +179,15 @@ def open_folder(plan: Plan) -> None:
     path = plan.out / "settings.json"
     if path.exists():
         before = json.loads(path.read_text())
-        changed = [f"{k} {before.get(k)!r}, now {v!r}" for k, v in plan.fixed().items() if before.get(k) != v]
+        changed = [
+            f"{k} {before.get(k)!r}, now {v!r}"
+            for k, v in plan.fixed().items()
+            if before.get(k) != v
+        ]
         if changed:
-            raise ValueError(f"{plan.out} holds results with {'; '.join(changed)}: choose another --out")
+            raise ValueError(
+                f"{plan.out} holds results with {'; '.join(changed)}: choose another --out"
+            )
     path.write_text(json.dumps(plan.fixed(), indent=2) + "\n")
 
 
@@ -174,10 +204,11 @@ def specs(plan: Plan) -> Iterator[tuple[str, str, int]]:
 
 
 def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str]]:
-    """Runs what has not been run; returns `results[workload][contestant]`, the machine's rates, and notes.
+    """Runs what has not been run; returns `results[workload][contestant]`, the machine's rates, and
+    notes.
 
-    `tell(contestant, workload, number, event)` hears of every stage that ends (a dict) and of every result (None).
-    Raises DisagreementError as soon as first steps are seen to differ.
+    `tell(contestant, workload, number, event)` hears of every stage that ends (a dict) and of every
+    result (None). Raises DisagreementError as soon as first steps are seen to differ.
     """
     open_folder(plan)
     config = json.loads((Path(plan.folder) / "config.json").read_text())
@@ -201,7 +232,9 @@ def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str
                 notes.append(f"{workload}: {found['failed']}")
             elif number == 0 and not machine:
                 if found.get("attention") and accelerator() != "cpu":
-                    notes.append(f"{workload}: {contestant} attends by {found['attention']} in training")
+                    notes.append(
+                        f"{workload}: {contestant} attends by {found['attention']} in training"
+                    )
                 _agree(plan, workload, results[workload], notes)
         tell(contestant, workload, number, None)
     return results, rates, notes
@@ -209,10 +242,12 @@ def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str
 
 def _spec(plan: Plan, config: dict, workload: str, contestant: str, number: int) -> dict:
     """What a worker is told; writes the workload's arrays."""
-    folder, stop_id = plan.out / workload, config.get("eos_token_id") or 2
+    folder = plan.out / workload
+    stop_id = config.get("eos_token_id") or 2
     stop_id = stop_id[0] if isinstance(stop_id, list) else stop_id
     folder.mkdir(exist_ok=True)
-    inputs, kind = folder / "inputs.npz", accelerator()
+    inputs = folder / "inputs.npz"
+    kind = accelerator()
     np.savez(inputs, **make_inputs(WORKLOADS[workload], config["vocab_size"], stop_id, plan.seed))
     return {
         "contestant": contestant,
@@ -244,12 +279,20 @@ def _result(python: str, spec: dict, memory_limit: int, hear: Callable[[dict], N
 
 
 def _agree(plan: Plan, workload: str, results: dict, notes: list[str]) -> None:
-    """Compares the newest contestant's first step with grpo_jax's, if both have one in the same dtype."""
+    """Compares the newest contestant's first step with grpo_jax's, if both have one in the same
+    dtype.
+    """
     newest = next(reversed(results))
-    known = [name for name in ("grpo_jax", newest) if results.get(name) and "failed" not in results[name][0]]
+    known = [
+        name
+        for name in ("grpo_jax", newest)
+        if results.get(name) and "failed" not in results[name][0]
+    ]
     if newest == "grpo_jax" or newest.endswith("_bf16") or len(known) < 2:
         return
-    ours, theirs = (_first_step(plan.out / workload / f"{name}.0", results[name][0]) for name in known)
+    ours, theirs = (
+        _first_step(plan.out / workload / f"{name}.0", results[name][0]) for name in known
+    )
     if newest == "tunix" and WORKLOADS[workload].peer_microbatches > 1:
         ours, theirs = (x | {"grad_norm": 0.0, "gradient": np.zeros(1)} for x in (ours, theirs))
     found = agreement.check(workload, newest, ours, theirs, dtype=plan.dtype)
@@ -273,10 +316,20 @@ def weights_folder(shape: str, out: Path, given: str | None) -> str:
     """The given folder, or the one that `weights` finds or makes."""
     if given is not None:
         if not (Path(given) / "config.json").is_file():
-            raise FileNotFoundError(f"{given} holds no config.json: --weights takes a Hugging Face folder")
+            raise FileNotFoundError(
+                f"{given} holds no config.json: --weights takes a Hugging Face folder"
+            )
         return str(Path(given).absolute())
-    command = [sys.executable, "-m", "experiments.benchmark.weights", shape, str(out.absolute() / f"weights-{shape}")]
-    done = subprocess.run(command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "experiments.benchmark.weights",
+        shape,
+        str(out.absolute() / f"weights-{shape}"),
+    ]
+    done = subprocess.run(
+        command, env=environment(), cwd=ROOT, capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise WorkerError(f"the weights could not be made: {done.stderr.strip().splitlines()[-1:]}")
     return done.stdout.strip().splitlines()[-1]

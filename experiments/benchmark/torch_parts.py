@@ -1,4 +1,6 @@
-"""What the two PyTorch contestants share: threads, devices, generation, and the gradient that is compared."""
+"""What the two PyTorch contestants share: threads, devices, generation, and the gradient that is
+compared.
+"""
 
 import os
 
@@ -7,7 +9,9 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 
 def use_all_cores() -> None:
-    """As many threads as this process may use cores; PyTorch's own guess counts others' cores too."""
+    """As many threads as this process may use cores; PyTorch's own guess counts others' cores
+    too.
+    """
     torch.set_num_threads(len(os.sched_getaffinity(0)))
 
 
@@ -28,11 +32,15 @@ def device_peak_bytes() -> int | None:
 def load(spec, dtype: str):
     """The model with PyTorch's fused attention."""
     dtype = getattr(torch, dtype)
-    return AutoModelForCausalLM.from_pretrained(spec.folder, dtype=dtype, attn_implementation="sdpa").to(device())
+    return AutoModelForCausalLM.from_pretrained(
+        spec.folder, dtype=dtype, attn_implementation="sdpa"
+    ).to(device())
 
 
 def generation_cache() -> dict:
-    """On GPUs a cache of fixed shape, for which `generate` compiles decoding; on CPUs it compiles nothing."""
+    """On GPUs a cache of fixed shape, for which `generate` compiles decoding; on CPUs it compiles
+    nothing.
+    """
     return {"cache_implementation": "static"} if device() == "cuda" else {}
 
 
@@ -40,7 +48,9 @@ class ForcedLengths(LogitsProcessor):
     """Row b ends with the stop token exactly when it has `lengths[b]` tokens."""
 
     def __init__(self, lengths, prompt_length: int, stop_id: int):
-        self.lengths, self.prompt_length, self.stop_id = torch.tensor(lengths, device=device()), prompt_length, stop_id
+        self.lengths = torch.tensor(lengths, device=device())
+        self.prompt_length = prompt_length
+        self.stop_id = stop_id
 
     def __call__(self, input_ids, scores):
         ends = input_ids.shape[1] - self.prompt_length + 1 == self.lengths

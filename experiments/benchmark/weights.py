@@ -1,4 +1,5 @@
-"""The folder of weights that every contestant reads, as the last line of the output; made if it is not there.
+"""The folder of weights that every contestant reads, as the last line of the output; made if it is
+not there.
 
 python -m experiments.benchmark.weights SHAPE FOLDER
 """
@@ -16,7 +17,9 @@ def pretrained(shape: str) -> Path | None:
     """The real model that `python -m experiments.smollm2` has left in its cache, if it has."""
     cache = Path(os.environ.get("GRPO_JAX_CACHE") or "~/.cache/grpo_jax").expanduser()
     folder = cache / SMOLLM2
-    found = shape == "smollm2" and all((folder / name).is_file() for name in ("config.json", "model.safetensors"))
+    found = shape == "smollm2" and all(
+        (folder / name).is_file() for name in ("config.json", "model.safetensors")
+    )
     return folder if found else None
 
 
@@ -32,7 +35,8 @@ def write_random(shape: str, folder: Path) -> None:
 
 
 def main() -> None:
-    shape, folder = sys.argv[1], Path(sys.argv[2])
+    shape = sys.argv[1]
+    folder = Path(sys.argv[2])
     found = pretrained(shape)
     if found is None and not (folder / "model.safetensors").is_file():
         write_random(shape, folder)

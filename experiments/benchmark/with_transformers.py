@@ -1,4 +1,6 @@
-"""The plain PyTorch loop: transformers' model and `generate`, logits of completions alone, a fused AdamW."""
+"""The plain PyTorch loop: transformers' model and `generate`, logits of completions alone, a fused
+AdamW.
+"""
 
 from types import SimpleNamespace
 
@@ -22,8 +24,12 @@ def build(spec: SimpleNamespace, inputs: dict) -> "Loop":
 
 
 def completion_logp(model, ids, completion_length: int):
-    """Log-probabilities of the last `completion_length` tokens; no mask, for no prompt is padded."""
-    logits = model(ids, use_cache=False, logits_to_keep=completion_length + 1).logits[:, :-1].float()
+    """Log-probabilities of the last `completion_length` tokens; no mask, for no prompt is
+    padded.
+    """
+    logits = (
+        model(ids, use_cache=False, logits_to_keep=completion_length + 1).logits[:, :-1].float()
+    )
     chosen = logits.gather(-1, ids[:, -completion_length:, None])[..., 0]
     return chosen - logits.logsumexp(-1)
 
@@ -32,12 +38,19 @@ class Loop:
     def __init__(self, spec, inputs):
         use_all_cores()
         torch.manual_seed(0)
-        self.spec, self.inputs = spec, inputs
+        self.spec = spec
+        self.inputs = inputs
         dtype = "bfloat16" if spec.contestant.endswith("_bf16") else spec.dtype
-        self.model = load(spec, dtype).eval()  # no dropout in these models: only the KV cache depends on it
-        self.frozen = load(spec, dtype).eval().requires_grad_(False) if spec.workload.beta else self.model
+        self.model = load(
+            spec, dtype
+        ).eval()  # no dropout in these models: only the KV cache depends on it
+        self.frozen = (
+            load(spec, dtype).eval().requires_grad_(False) if spec.workload.beta else self.model
+        )
         parameters = self.model.parameters()
-        self.optimizer = torch.optim.AdamW(parameters, lr=spec.learning_rate, weight_decay=0.0, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            parameters, lr=spec.learning_rate, weight_decay=0.0, fused=True
+        )
         rows = np.repeat(inputs["prompt_PS"], spec.workload.group_size, axis=0)
         self.prompts = torch.tensor(rows, dtype=torch.long, device=device())
         self.mask = self.rows("mask_PGT")
@@ -48,7 +61,12 @@ class Loop:
 
     def sample(self, clock):
         work = self.spec.workload
-        options = {"max_new_tokens": work.max_new_tokens, "do_sample": True, "temperature": 1.0, "top_k": 0}
+        options = {
+            "max_new_tokens": work.max_new_tokens,
+            "do_sample": True,
+            "temperature": 1.0,
+            "top_k": 0,
+        }
         options |= {"top_p": 1.0, "use_cache": True} | generation_cache()
         options |= {"pad_token_id": self.spec.stop_id, "eos_token_id": self.spec.stop_id}
         if work.ragged:
@@ -56,7 +74,9 @@ class Loop:
         else:
             options["min_new_tokens"] = work.max_new_tokens
         with clock("sample"), torch.inference_mode():
-            ids = self.model.generate(self.prompts, attention_mask=torch.ones_like(self.prompts), **options)
+            ids = self.model.generate(
+                self.prompts, attention_mask=torch.ones_like(self.prompts), **options
+            )
             synchronize()
         return ids.clone()  # out of inference mode, so that training may use it
 
@@ -70,14 +90,18 @@ class Loop:
         return logp
 
     def train(self, clock, ids, mask, advantage, old=None, reference=None) -> tuple[float, float]:
-        """One update of GRPO's loss, eq. 3 of 2402.03300; returns the loss and the norm before clipping."""
-        cuts, total = self.spec.workload.peer_microbatches, 0.0
+        """One update of GRPO's loss, eq. 3 of 2402.03300; returns the loss and the norm before
+        clipping.
+        """
+        cuts = self.spec.workload.peer_microbatches
+        total = 0.0
         count = len(ids) // cuts
         with clock("train"):
             for rows in (slice(i * count, (i + 1) * count) for i in range(cuts)):
                 logp = completion_logp(self.model, ids[rows], mask.shape[1])
                 before = logp.detach() if old is None else old[rows]
-                ratio, adv = (logp - before).exp(), advantage[rows, None]
+                ratio = (logp - before).exp()
+                adv = advantage[rows, None]
                 cost = -torch.minimum(ratio * adv, ratio.clamp(0.8, 1.2) * adv)
                 if reference is not None:
                     gap = reference[rows] - logp
@@ -100,7 +124,12 @@ class Loop:
         gradient = max(1.0, norm / self.spec.clip_norm) * compared_gradient(self.model)
         self.optimizer.zero_grad()
         logp = torch.where(self.mask, logp, 0).reshape(self.inputs["mask_PGT"].shape)
-        return {"loss": loss, "grad_norm": norm, "reference_PGT": logp.cpu().numpy(), "gradient": gradient}
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "reference_PGT": logp.cpu().numpy(),
+            "gradient": gradient,
+        }
 
     def step(self, clock) -> np.ndarray:
         ids = self.sample(clock)

@@ -1,8 +1,9 @@
-"""TRL: a `GRPOTrainer` with a real model, its own generation, log-probabilities, loss and optimiser.
+"""TRL: a `GRPOTrainer` with a real model, its own generation, log-probabilities, loss and
+optimiser.
 
-A step is what the trainer does between two logs: `_prepare_inputs` (generate, decode, reward, advantages, reference),
-then for each micro-batch `compute_loss` and backward, clip, AdamW. Only the loop around it, with its data loader,
-scheduler, logs and checkpoints, is left out.
+A step is what the trainer does between two logs: `_prepare_inputs` (generate, decode, reward,
+advantages, reference), then for each micro-batch `compute_loss` and backward, clip, AdamW. Only the
+loop around it, with its data loader, scheduler, logs and checkpoints, is left out.
 """
 
 import tempfile
@@ -34,7 +35,9 @@ def build(spec: SimpleNamespace, inputs: dict) -> "Trl":
 
 
 def word(token_id: int) -> str:
-    """A token's text; none is part of another, because special tokens are found inside words too."""
+    """A token's text; none is part of another, because special tokens are found inside words
+    too.
+    """
     return f"<{token_id}>"
 
 
@@ -49,14 +52,20 @@ def number_tokenizer(vocab_size: int, stop_id: int) -> PreTrainedTokenizerFast:
 class Trl:
     def __init__(self, spec, inputs):
         use_all_cores()
-        self.spec, self.inputs, work = spec, inputs, spec.workload
-        self.cuts, self.clock = work.peer_microbatches, None
+        self.spec = spec
+        self.inputs = inputs
+        work = spec.workload
+        self.cuts = work.peer_microbatches
+        self.clock = None
         dtype = "bfloat16" if spec.contestant.endswith("_bf16") else spec.dtype
         model = load(spec, dtype)
         model.generation_config.eos_token_id = spec.stop_id
         if work.ragged:
-            plain, forced = model.generate, force_lengths(spec, inputs)
-            model.generate = lambda *args, **options: plain(*args, logits_processor=forced, **options)
+            plain = model.generate
+            forced = force_lengths(spec, inputs)
+            model.generate = lambda *args, **options: plain(
+                *args, logits_processor=forced, **options
+            )
         texts = [" ".join(map(word, row)) for row in inputs["prompt_PS"]]
         self.examples = [
             {"prompt": text, "reward": float(reward)}
@@ -94,15 +103,22 @@ class Trl:
         self.frozen = self.trainer.ref_model or self.model
         self.optimizer = self.trainer.create_optimizer()
         if generation_cache():
-            self.trainer.generation_config.disable_compile = False  # TRL forbids what such a cache is for
+            self.trainer.generation_config.disable_compile = (
+                False  # TRL forbids what such a cache is for
+            )
         self.trainer.current_gradient_accumulation_steps = self.cuts
         self.watch()
 
     def watch(self) -> None:
-        """Times the trainer's own generation, and its log-probabilities where they are not those of the loss."""
-        generate, logp = self.trainer._generate_single_turn, self.trainer._get_per_token_logps_and_entropies
+        """Times the trainer's own generation, and its log-probabilities where they are not those of
+        the loss.
+        """
+        generate = self.trainer._generate_single_turn
+        logp = self.trainer._get_per_token_logps_and_entropies
 
-        prompts = np.repeat(self.inputs["prompt_PS"], self.spec.workload.group_size, axis=0).tolist()
+        prompts = np.repeat(
+            self.inputs["prompt_PS"], self.spec.workload.group_size, axis=0
+        ).tolist()
 
         def timed_generate(prompt_ids, *args, **options):
             if prompt_ids != prompts:
@@ -141,8 +157,11 @@ class Trl:
     def score(self, batch):
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
-        size, T = len(ids) // self.cuts, batch["completion_ids"].shape[1]
-        return self.trainer._get_per_token_logps_and_entropies(self.frozen, ids, mask, T, batch_size=size)[0]
+        size = len(ids) // self.cuts
+        T = batch["completion_ids"].shape[1]
+        return self.trainer._get_per_token_logps_and_entropies(
+            self.frozen, ids, mask, T, batch_size=size
+        )[0]
 
     def train(self, clock, parts) -> tuple[float, float]:
         with clock("train"):
@@ -151,7 +170,9 @@ class Trl:
                 loss = self.trainer.compute_loss(self.model, part)
                 self.trainer.accelerator.backward(loss)
                 total += float(loss.detach())
-            norm = self.trainer.accelerator.clip_grad_norm_(self.model.parameters(), self.spec.clip_norm)
+            norm = self.trainer.accelerator.clip_grad_norm_(
+                self.model.parameters(), self.spec.clip_norm
+            )
             self.optimizer.step()
             synchronize()
         return total, float(norm)
@@ -173,12 +194,20 @@ class Trl:
         loss, norm = self.train(clock, [part | {"num_items_in_batch": total} for part in parts])
         gradient = max(1.0, norm / self.spec.clip_norm) * compared_gradient(self.model)
         self.optimizer.zero_grad()
-        logp = torch.where(batch["completion_mask"].bool(), logp, 0).reshape(self.inputs["mask_PGT"].shape)
-        return {"loss": loss, "grad_norm": norm, "reference_PGT": logp.cpu().numpy(), "gradient": gradient}
+        logp = torch.where(batch["completion_mask"].bool(), logp, 0).reshape(
+            self.inputs["mask_PGT"].shape
+        )
+        return {
+            "loss": loss,
+            "grad_norm": norm,
+            "reference_PGT": logp.cpu().numpy(),
+            "gradient": gradient,
+        }
 
     def step(self, clock) -> np.ndarray:
         self.clock = clock
-        self.trainer._step, self.trainer._buffered_inputs = 0, None
+        self.trainer._step = 0
+        self.trainer._buffered_inputs = None
         self.trainer._prepare_inputs(self.examples)
         self.train(clock, self.trainer._buffered_inputs)
         self.optimizer.zero_grad()

@@ -1,7 +1,9 @@
-"""One contestant on one workload, in its own process: `python -m experiments.benchmark.worker SPEC.json`.
+"""One contestant on one workload, in its own process: `python -m experiments.benchmark.worker
+SPEC.json`.
 
-Tells on stdout what it does, one JSON object a line, and writes the result beside the spec. Imports nothing heavy
-before it knows which contestant it is. A contestant is a module with `build(spec, inputs)`; what that returns has
+Tells on stdout what it does, one JSON object a line, and writes the result beside the spec. Imports
+nothing heavy before it knows which contestant it is. A contestant is a module with `build(spec,
+inputs)`; what that returns has
 
     first(clock) -> dict   every stage once, the update on the given batch: loss, grad_norm, reference_PGT, gradient
     step(clock) -> array   a whole step of its own: sample, score, reference, train; returns the lengths `[P, G]`
@@ -24,7 +26,12 @@ import numpy as np
 
 from experiments.benchmark.workloads import Workload, family
 
-MODULES = {"grpo_jax": "with_grpo_jax", "trl": "with_trl", "transformers": "with_transformers", "tunix": "with_tunix"}
+MODULES = {
+    "grpo_jax": "with_grpo_jax",
+    "trl": "with_trl",
+    "transformers": "with_transformers",
+    "tunix": "with_tunix",
+}
 STAGES = ("sample", "reference", "train", "step")
 
 
@@ -39,10 +46,14 @@ class Clock:
         began = time.perf_counter()
         yield
         self.laps[stage] = self.laps.get(stage, 0.0) + time.perf_counter() - began
-        print(json.dumps({"stage": stage, "seconds": self.laps[stage], "peak_rss_bytes": peak_rss()}), flush=True)
+        print(
+            json.dumps({"stage": stage, "seconds": self.laps[stage], "peak_rss_bytes": peak_rss()}),
+            flush=True,
+        )
 
     def take(self) -> dict[str, float]:
-        laps, self.laps = self.laps, {}
+        laps = self.laps
+        self.laps = {}
         return laps
 
 
@@ -56,19 +67,24 @@ def spec_of(settings: dict) -> SimpleNamespace:
     return SimpleNamespace(**settings | {"workload": Workload(**settings["workload"])})
 
 
-def measure(contestant, spec: SimpleNamespace, inputs: dict[str, np.ndarray]) -> tuple[dict, dict[str, np.ndarray]]:
+def measure(
+    contestant, spec: SimpleNamespace, inputs: dict[str, np.ndarray]
+) -> tuple[dict, dict[str, np.ndarray]]:
     """The result as JSON, and the arrays that the agreement of contestants is judged on.
 
     Raises RuntimeError where sampling has not produced the lengths that the workload asks for.
     """
     clock = Clock()
     first = contestant.first(clock)
-    firsts, laps = clock.take(), []
+    firsts = clock.take()
+    laps = []
     for _ in range(spec.repeats):
         with clock("step"):
             length_PG = contestant.step(clock)
         if not np.array_equal(length_PG, inputs["length_PG"]):
-            raise RuntimeError(f"sampled lengths {length_PG.tolist()}, expected {inputs['length_PG'].tolist()}")
+            raise RuntimeError(
+                f"sampled lengths {length_PG.tolist()}, expected {inputs['length_PG'].tolist()}"
+            )
         if not spec.workload.beta:
             contestant.reference(clock)
         laps.append(clock.take())
@@ -76,7 +92,9 @@ def measure(contestant, spec: SimpleNamespace, inputs: dict[str, np.ndarray]) ->
     usual = {stage: float(np.median(seconds)) for stage, seconds in stages.items()}
     result = {
         "stages": stages,
-        "compile_s": sum(max(0.0, firsts[stage] - usual[stage]) for stage in STAGES if stage in firsts),
+        "compile_s": sum(
+            max(0.0, firsts[stage] - usual[stage]) for stage in STAGES if stage in firsts
+        ),
         "temp_bytes": contestant.temp_bytes(),
         "peak_rss_bytes": peak_rss(),
         "device_peak_bytes": contestant.device_peak_bytes(),
@@ -95,11 +113,19 @@ def main() -> None:
     else:
         with np.load(spec.inputs) as file:
             inputs = dict(file)
-        module = importlib.import_module(f"experiments.benchmark.{MODULES[family(spec.contestant)]}")
+        module = importlib.import_module(
+            f"experiments.benchmark.{MODULES[family(spec.contestant)]}"
+        )
         contestant = module.build(spec, inputs)
         if (there := contestant.platform()) != spec.platform:
-            needed = "jax[cuda13]" if family(spec.contestant) in ("grpo_jax", "tunix") else "PyTorch with CUDA"
-            sys.exit(f"it finds a {there} on a machine with a {spec.platform}: install {needed} for {sys.executable}")
+            needed = (
+                "jax[cuda13]"
+                if family(spec.contestant) in ("grpo_jax", "tunix")
+                else "PyTorch with CUDA"
+            )
+            sys.exit(
+                f"it finds a {there} on a machine with a {spec.platform}: install {needed} for {sys.executable}"
+            )
         result, arrays = measure(contestant, spec, inputs)
         np.savez(path.with_suffix(".npz"), **arrays)
     Path(spec.result).write_text(json.dumps(result, indent=2) + "\n")

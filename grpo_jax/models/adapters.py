@@ -1,11 +1,14 @@
-"""Models written elsewhere: a Flax NNX module, or any `apply(params, tokens_BN) -> logits_BNV`, as a `LanguageModel`.
+"""Models written elsewhere: a Flax NNX module, or any `apply(params, tokens_BN) -> logits_BNV`, as
+a `LanguageModel`.
 
-Such a function has no cache, so nothing is shared: a prompt is computed again for each of its completions, decoding
-computes the whole sequence for each token, and the logits of all tokens live at once. Right, slow, and hungry: for
-trying a model out. A model that is trained for long should get `prefill`, `extend` and `decode` of its own.
+Such a function has no cache, so nothing is shared: a prompt is computed again for each of its
+completions, decoding computes the whole sequence for each token, and the logits of all tokens live
+at once. Right, slow, and hungry: for trying a model out. A model that is trained for long should
+get `prefill`, `extend` and `decode` of its own.
 
-The function must be causal: the logits at a place depend on the tokens up to it alone. It needs no mask and no
-positions, for it sees every sequence from place 0 on: real tokens of the prompt, the completion, and only then padding.
+The function must be causal: the logits at a place depend on the tokens up to it alone. It needs no
+mask and no positions, for it sees every sequence from place 0 on: real tokens of the prompt, the
+completion, and only then padding.
 
 Left out on purpose: models with state that a call changes, and dropout.
 """
@@ -35,22 +38,29 @@ def from_apply(
     init: Callable[[Array], Params] | None = None,
     dtype: str = "float32",
 ) -> LanguageModel:
-    """A model from `apply(params, tokens_BN) -> logits_BNV`; `init(key) -> params` if it should make its parameters.
+    """A model from `apply(params, tokens_BN) -> logits_BNV`; `init(key) -> params` if it should
+    make its parameters.
 
-    `dtype` is that of the parameters: it says how far sampler and trainer may differ by rounding. Raises ValueError
-    at the first call where the logits have another shape than [B, N, vocab_size].
+    `dtype` is that of the parameters: it says how far sampler and trainer may differ by rounding.
+    Raises ValueError at the first call where the logits have another shape than [B, N, vocab_size].
     """
 
     def logits_of(params: Params, tokens_N: Array, padding: Array) -> Array:
-        """logits_NV of tokens behind `padding` places without meaning, which are moved to the end and back."""
+        """logits_NV of tokens behind `padding` places without meaning, which are moved to the end
+        and back.
+        """
         logits = apply(params, jnp.roll(tokens_N, -padding)[None])
         wanted = (1, *tokens_N.shape, vocab_size)
         if getattr(logits, "shape", None) != wanted:
             got = getattr(logits, "shape", type(logits).__name__)
-            raise ValueError(f"apply(params, tokens_BN) must return logits of shape {wanted}, got {got}")
+            raise ValueError(
+                f"apply(params, tokens_BN) must return logits of shape {wanted}, got {got}"
+            )
         return jnp.roll(logits[0], padding, axis=0)
 
-    def prefill(params: Params, tokens_S: Array, mask_S: Array) -> tuple[Array, tuple[Array, Array]]:
+    def prefill(
+        params: Params, tokens_S: Array, mask_S: Array
+    ) -> tuple[Array, tuple[Array, Array]]:
         padding = (~mask_S).sum()
         return logits_of(params, tokens_S, padding), (tokens_S, padding)
 
@@ -58,12 +68,16 @@ def from_apply(
         tokens_S, padding = cache
         return logits_of(params, jnp.concatenate([tokens_S, tokens_T]), padding)[len(tokens_S) :]
 
-    def decode(params: Params, cache: tuple[Array, Array], own_T: Array, index: Array, token: Array):
+    def decode(
+        params: Params, cache: tuple[Array, Array], own_T: Array, index: Array, token: Array
+    ):
         own_T = own_T.at[index].set(token)
         return extend(params, cache, own_T)[index], own_T
 
     def no_init(key: Array) -> Params:
-        raise ValueError("this model was made by from_apply without init=: pass parameters of your own")
+        raise ValueError(
+            "this model was made by from_apply without init=: pass parameters of your own"
+        )
 
     return LanguageModel(
         config=ApplyConfig(vocab_size, vocab_size, dtype),
@@ -79,12 +93,17 @@ def from_apply(
 
 
 def from_nnx(
-    module: Any, *, vocab_size: int, call: Callable[[Any, Array], Array] = lambda module, tokens: module(tokens)
+    module: Any,
+    *,
+    vocab_size: int,
+    call: Callable[[Any, Array], Array] = lambda module, tokens: module(tokens),
 ) -> tuple[LanguageModel, Params]:
-    """The model of a Flax NNX module, and its parameters as a plain tree; the module itself stays as it is.
+    """The model of a Flax NNX module, and its parameters as a plain tree; the module itself stays
+    as it is.
 
-    `call(module, tokens_BN) -> logits_BNV`. Parameters are its `nnx.Param`s; whatever else it holds stays fixed. Call
-    `module.eval()` first where training and evaluation differ. `model.init` gives the module's own parameters.
+    `call(module, tokens_BN) -> logits_BNV`. Parameters are its `nnx.Param`s; whatever else it holds
+    stays fixed. Call `module.eval()` first where training and evaluation differ. `model.init` gives
+    the module's own parameters.
     """
     from flax import nnx  # not everyone who trains a decoder should load it
 

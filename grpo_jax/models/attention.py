@@ -1,11 +1,13 @@
-"""Softmax attention over several sets of keys, and rows that move between a packed and a padded layout."""
+"""Softmax attention over several sets of keys, and rows that move between a packed and a padded
+layout.
+"""
 
 from functools import reduce
 
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.products import einsum32
+from grpo_jax.models.matmul import einsum32
 from grpo_jax.types import Array
 
 MASKED = -1e30  # a finite score: a row without any key gives a finite, unused output instead of NaN
@@ -15,8 +17,9 @@ MASKED = -1e30  # a finite score: a row without any key gives a finite, unused o
 def scores(q_RNd: Array, k_RSd: Array) -> Array:
     """`q kᵀ` for each of R, in float32: `[R, N, S]`.
 
-    The gradient for k is written as `(qᵀ g)ᵀ` and not as `gᵀ q`: XLA's CPU back end makes a transposed copy of the
-    first factor, and q is smaller than g wherever the keys are many. Not under `vmap` over queries alone.
+    The gradient for k is written as `(qᵀ g)ᵀ` and not as `gᵀ q`: XLA's CPU back end makes a
+    transposed copy of the first factor, and q is smaller than g wherever the keys are many. Not
+    under `vmap` over queries alone.
     """
     return einsum32("rnd,rsd->rns", q_RNd, k_RSd)
 
@@ -27,7 +30,9 @@ def _scores_backward(kept, g_RNS):
 
 
 def _summed(narrow_RNd: Array, wide_RNS: Array) -> Array:
-    """Over the queries, for each key: `[R, S, d]`. What is transposed is the narrow factor and the result."""
+    """Over the queries, for each key: `[R, S, d]`. What is transposed is the narrow factor and the
+    result.
+    """
     return einsum32("rnd,rns->rds", narrow_RNd, wide_RNS).swapaxes(1, 2)
 
 
@@ -36,7 +41,9 @@ scores.defvjp(lambda q, k: (einsum32("rnd,rsd->rns", q, k), (q, k)), _scores_bac
 
 @jax.custom_vjp
 def mixture(w_RNS: Array, v_RSd: Array) -> Array:
-    """`w v` for each of R, in float32: `[R, N, d]`. The gradient for v is `(gᵀ w)ᵀ`, for the reason of `scores`."""
+    """`w v` for each of R, in float32: `[R, N, d]`. The gradient for v is `(gᵀ w)ᵀ`, for the reason
+    of `scores`.
+    """
     return einsum32("rns,rsd->rnd", w_RNS, v_RSd)
 
 
@@ -49,22 +56,26 @@ mixture.defvjp(lambda w, v: (einsum32("rns,rsd->rnd", w, v), (w, v)), _mixture_b
 
 
 def attend(q_KGThd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
-    """Softmax attention over the union of several sets of keys, merged by their log-sum-exp: `[K, G, T, h, d]`.
+    """Softmax attention over the union of several sets of keys, merged by their log-sum-exp: `[K,
+    G, T, h, d]`.
 
-    `parts` holds (k, v, mask broadcastable to [T, S]) each, with keys of all G sequences, [K, S, d], or of each,
-    [K, G, S, d]; h = H/K query heads share one key head. With scores s_j of part j and m their common maximum:
-    out = Σ_j exp(s_j − m) v_j / Σ_j Σ exp(s_j − m).
+    `parts` holds (k, v, mask broadcastable to [T, S]) each, with keys of all G sequences, [K, S,
+    d], or of each, [K, G, S, d]; h = H/K query heads share one key head. With scores s_j of part j
+    and m their common maximum: out = Σ_j exp(s_j − m) v_j / Σ_j Σ exp(s_j − m).
     """
     K, G, T, h, d = q_KGThd.shape
     scored = []
     for k, v, mask_TS in parts:
-        R = K if k.ndim == 3 else K * G  # one product for the queries of all sequences where they share the keys
+        R = (
+            K if k.ndim == 3 else K * G
+        )  # one product for the queries of all sequences where they share the keys
         k, v = (y.reshape(R, -1, d) for y in (k, v))
         score = scores(q_KGThd.reshape(R, -1, d), k).reshape(K, G, T, h, -1) * d**-0.5
         scored.append((jnp.where(mask_TS[..., None, :], score, MASKED), v))
     top = reduce(jnp.maximum, [score.max(-1, keepdims=True) for score, _ in scored])
     top = jax.lax.stop_gradient(top)
-    out, total = 0.0, 0.0
+    out = 0.0
+    total = 0.0
     for score, v_RSd in scored:
         weight = jnp.exp(score - top)
         total = total + weight.sum(-1, keepdims=True)
@@ -74,13 +85,22 @@ def attend(q_KGThd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
 
 
 def attend_causal(
-    q_KGThd: Array, k_KGTd: Array, v_KGTd: Array, mask_T: Array, before: tuple = (), *, block: int = 256
+    q_KGThd: Array,
+    k_KGTd: Array,
+    v_KGTd: Array,
+    mask_T: Array,
+    before: tuple = (),
+    *,
+    block: int = 256,
 ) -> Array:
-    """Causal attention of G sequences, each to itself and to the `before`, parts of `attend`: `[K, G, T, h, d]`.
+    """Causal attention of G sequences, each to itself and to the `before`, parts of `attend`: `[K,
+    G, T, h, d]`.
 
-    A block of queries sees the keys up to its own end: those behind it, which the mask would remove, are not computed.
+    A block of queries sees the keys up to its own end: those behind it, which the mask would
+    remove, are not computed.
     """
-    T, outs = q_KGThd.shape[2], []
+    T = q_KGThd.shape[2]
+    outs = []
     causal_TT = jnp.tril(jnp.ones((T, T), bool)) & mask_T
     for start in range(0, T, block):
         end = min(start + block, T)
@@ -90,14 +110,19 @@ def attend_causal(
 
 
 def attend_one(q_Khd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
-    """`attend` of one query, with keys stored as columns: `parts` holds (k_KdS, v_KSd, mask_S). Returns [K, h, d].
+    """`attend` of one query, with keys stored as columns: `parts` holds (k_KdS, v_KSd, mask_S).
+    Returns [K, h, d].
 
-    Both products then read their operands in the order in which they lie, also under `vmap` over sequences.
+    Both products then read their operands in the order in which they lie, also under `vmap` over
+    sequences.
     """
     scale = q_Khd.shape[-1] ** -0.5
-    scores = [jnp.where(mask, einsum32("khd,kds->khs", q_Khd, k) * scale, MASKED) for k, _, mask in parts]
+    scores = [
+        jnp.where(mask, einsum32("khd,kds->khs", q_Khd, k) * scale, MASKED) for k, _, mask in parts
+    ]
     top = reduce(jnp.maximum, [score.max(-1, keepdims=True) for score in scores])
-    out, total = 0.0, 0.0
+    out = 0.0
+    total = 0.0
     for score, (_, v_KSd, _) in zip(scores, parts, strict=True):
         weight = jnp.exp(score - top)
         total = total + weight.sum(-1, keepdims=True)
@@ -107,9 +132,11 @@ def attend_one(q_Khd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
 
 @jax.custom_vjp
 def take_rows(x_ND: Array, row_M: Array, back_N: Array) -> Array:
-    """`x[row]`, zeros where `row` is no row of x; its gradient is `cotangent[back]`, a gather too and not a scatter.
+    """`x[row]`, zeros where `row` is no row of x; its gradient is `cotangent[back]`, a gather too
+    and not a scatter.
 
-    `back` is the inverse of `row`: row n of x stands in `row` at `back[n]` alone, or nowhere if that is M.
+    `back` is the inverse of `row`: row n of x stands in `row` at `back[n]` alone, or nowhere if
+    that is M.
     """
     return x_ND.at[row_M].get(mode="fill", fill_value=0)
 

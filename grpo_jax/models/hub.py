@@ -1,8 +1,9 @@
 """Hugging Face folders: config.json and safetensors, to and from a decoder's parameters.
 
-A folder's tensors are torch's: one a layer, matrices (out, in). Ours are stacked over layers, matrices (in, out), so
-reading is a transpose into place and writing the transpose back. Both go through NumPy; PyTorch is not needed.
-Left out on purpose: other architectures, quantised weights, `.bin` files, and a sharded writer.
+A folder's tensors are torch's: one a layer, matrices (out, in). Ours are stacked over layers,
+matrices (in, out), so reading is a transpose into place and writing the transpose back. Both go
+through NumPy; PyTorch is not needed. Left out on purpose: other architectures, quantised weights,
+`.bin` files, and a sharded writer.
 """
 
 import json
@@ -24,15 +25,32 @@ from grpo_jax.models.decoder import DecoderConfig, decoder
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.types import Params
 
-CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
 TOKENIZER = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "merges.txt"
-TOKENIZER += "special_tokens_map.json", "added_tokens.json", "chat_template.jinja", "generation_config.json"
+TOKENIZER += (
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 SPECIAL_IDS = "bos_token_id", "eos_token_id", "pad_token_id"
 MODEL_TYPES = "llama", "qwen2"  # Qwen 2 is Llama with a bias on q, k and v
-REQUIRED = "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"
+REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
 LLAMA3 = "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
 
-NAMES = {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"}
+NAMES = {
+    "embed": "model.embed_tokens.weight",
+    "norm": "model.norm.weight",
+    "head": "lm_head.weight",
+}
 LAYER_NAMES = {
     "input_norm": "input_layernorm.weight",
     "q": "self_attn.q_proj.weight",
@@ -55,10 +73,11 @@ def load_pretrained(
 ) -> tuple[LanguageModel, Params]:
     """The decoder and the parameters of a Hugging Face folder, or of a Hub id (`owner/name`).
 
-    The folder holds config.json and model.safetensors, or the shards that model.safetensors.index.json lists; weights
-    are converted to `dtype`; `remat` is that of `decoder`. Raises FileNotFoundError for what is missing on disk,
-    ValueError for an architecture that the decoder does not compute exactly and for tensors that do not match it,
-    naming the field or the tensor.
+    The folder holds config.json and model.safetensors, or the shards that
+    model.safetensors.index.json lists; weights are converted to `dtype`; `remat` is that of
+    `decoder`. Raises FileNotFoundError for what is missing on disk, ValueError for an architecture
+    that the decoder does not compute exactly and for tensors that do not match it, naming the field
+    or the tensor.
     """
     folder = find_folder(path_or_id, (CONFIG, "model*.safetensors", INDEX))
     config = config_from_hf(json.loads(_existing(folder, CONFIG).read_text()), dtype)
@@ -71,17 +90,24 @@ def load_pretrained(
 
 
 def save_pretrained(
-    folder: str | Path, config: DecoderConfig, params: Params, tokenizer_source: str | Path | None = None
+    folder: str | Path,
+    config: DecoderConfig,
+    params: Params,
+    tokenizer_source: str | Path | None = None,
 ) -> Path:
-    """Writes a folder that `load_pretrained` and transformers' LlamaForCausalLM read; returns its path.
+    """Writes a folder that `load_pretrained` and transformers' LlamaForCausalLM read; returns its
+    path.
 
-    `tokenizer_source` is a folder or a Hub id whose tokenizer files, chat template, generation settings and special
-    ids go along. The folder appears whole or not at all: it is written beside its place and renamed. A folder
-    that already holds something raises FileExistsError. Weights keep the dtype of `params`.
+    `tokenizer_source` is a folder or a Hub id whose tokenizer files, chat template, generation
+    settings and special ids go along. The folder appears whole or not at all: it is written beside
+    its place and renamed. A folder that already holds something raises FileExistsError. Weights
+    keep the dtype of `params`.
     """
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise FileExistsError(f"{folder} exists and is not empty: remove it or choose another folder")
+        raise FileExistsError(
+            f"{folder} exists and is not empty: remove it or choose another folder"
+        )
     _check_params(config, params)
     partial = folder.with_name(f".{folder.name}.partial")
     if partial.exists():
@@ -93,13 +119,17 @@ def save_pretrained(
     settings = config_to_hf(config, str(params["embed"].dtype)) | special_ids
     (partial / CONFIG).write_text(json.dumps(settings, indent=2) + "\n")
     save_file(_hf_tensors(config, params), partial / WEIGHTS, metadata={"format": "pt"})
-    (partial / WEIGHTS).chmod((partial / CONFIG).stat().st_mode)  # safetensors makes it private to the user
+    (partial / WEIGHTS).chmod(
+        (partial / CONFIG).stat().st_mode
+    )  # safetensors makes it private to the user
     partial.rename(folder)
     return folder
 
 
 def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
-    """The folder itself, or the Hub snapshot of an id, of which only the files that match `patterns` are fetched."""
+    """The folder itself, or the Hub snapshot of an id, of which only the files that match
+    `patterns` are fetched.
+    """
     if Path(path_or_id).is_dir():
         return Path(path_or_id)
     wanted = f"a folder with Hugging Face files ({', '.join(patterns)}), or a Hub id (owner/name)"
@@ -114,13 +144,22 @@ def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
 
 
 def config_from_hf(settings: dict[str, Any], dtype: str = "float32") -> DecoderConfig:
-    """The decoder's configuration from a parsed config.json; anything that would change the numbers is refused."""
+    """The decoder's configuration from a parsed config.json; anything that would change the numbers
+    is refused.
+    """
     kind = settings.get("model_type")
     if kind not in MODEL_TYPES:
-        raise ValueError(f"model_type {kind!r} is not supported: expected one of {', '.join(MODEL_TYPES)}")
+        raise ValueError(
+            f"model_type {kind!r} is not supported: expected one of {', '.join(MODEL_TYPES)}"
+        )
     if missing := [name for name in REQUIRED if name not in settings]:
         raise ValueError(f"{CONFIG} lacks {', '.join(missing)}")
-    only = {"hidden_act": "silu", "mlp_bias": False, "use_sliding_window": False, "quantization_config": None}
+    only = {
+        "hidden_act": "silu",
+        "mlp_bias": False,
+        "use_sliding_window": False,
+        "quantization_config": None,
+    }
     for name, supported in only.items():
         if settings.get(name, supported) != supported:
             raise ValueError(f"{name} {settings[name]!r} is not supported: expected {supported!r}")
@@ -136,13 +175,17 @@ def config_from_hf(settings: dict[str, Any], dtype: str = "float32") -> DecoderC
         rope_scaling=rope_scaling,
         tie_word_embeddings=settings.get("tie_word_embeddings", False),
         attention_bias=kind == "qwen2" or settings.get("attention_bias", False),
-        max_position_embeddings=settings.get("max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]),
+        max_position_embeddings=settings.get(
+            "max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]
+        ),
         dtype=dtype,
     )
 
 
 def _rope_from_hf(settings: dict[str, Any]) -> tuple[float, tuple | None]:
-    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before)."""
+    """(theta, scaling) from `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`
+    (before).
+    """
     rope = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     theta = float(rope.get("rope_theta") or settings.get("rope_theta") or 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
@@ -167,7 +210,8 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         **{name: getattr(config, name) for name in fields.split()},
-        "rope_scaling": scaling and {"rope_type": scaling[0], **dict(zip(LLAMA3, scaling[1:], strict=True))},
+        "rope_scaling": scaling
+        and {"rope_type": scaling[0], **dict(zip(LLAMA3, scaling[1:], strict=True))},
         "hidden_act": "silu",
         "mlp_bias": False,
         "torch_dtype": dtype,
@@ -176,7 +220,9 @@ def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 def _existing(folder: Path, name: str) -> Path:
     if not (folder / name).is_file():
-        raise FileNotFoundError(f"{folder} has no {name}; it holds {sorted(p.name for p in folder.iterdir())}")
+        raise FileNotFoundError(
+            f"{folder} has no {name}; it holds {sorted(p.name for p in folder.iterdir())}"
+        )
     return folder / name
 
 
@@ -197,7 +243,9 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
 
 def _take(tensors: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Reads a tensor and removes it from `tensors`, so that what nobody asked for is left at the end."""
+    """Reads a tensor and removes it from `tensors`, so that what nobody asked for is left at the
+    end.
+    """
     if name not in tensors:
         raise ValueError(f"tensor {name} is missing")
     stored = tensors[name].get_slice(name)
@@ -209,7 +257,9 @@ def _take(tensors: dict[str, Any], name: str, shape: tuple[int, ...]) -> np.ndar
 
 
 def _read_params(model: LanguageModel, tensors: dict[str, Any]) -> Params:
-    """One stacked parameter at a time, so that the host holds the model once and a single parameter twice."""
+    """One stacked parameter at a time, so that the host holds the model once and a single parameter
+    twice.
+    """
 
     def read(path, leaf):
         *group, key = [entry.key for entry in path]
@@ -227,7 +277,9 @@ def _read_params(model: LanguageModel, tensors: dict[str, Any]) -> Params:
 def _refuse_leftovers(config: DecoderConfig, params: Params, tensors: dict[str, Any]) -> None:
     """Tensors that the decoder would ignore are refused, unless ignoring them changes nothing."""
     for name in list(tensors):
-        if name.endswith("rotary_emb.inv_freq"):  # old checkpoints store what the configuration says
+        if name.endswith(
+            "rotary_emb.inv_freq"
+        ):  # old checkpoints store what the configuration says
             del tensors[name]
     if config.tie_word_embeddings and NAMES["head"] in tensors:
         head_VD = _take(tensors, NAMES["head"], params["embed"].shape)
@@ -239,7 +291,9 @@ def _refuse_leftovers(config: DecoderConfig, params: Params, tensors: dict[str, 
         for layer in range(config.num_hidden_layers):
             name = O_BIAS.format(layer)
             if name in tensors and np.any(_take(tensors, name, (config.hidden_size,))):
-                raise ValueError(f"tensor {name} is not zero: a bias on attention's output is not supported")
+                raise ValueError(
+                    f"tensor {name} is not zero: a bias on attention's output is not supported"
+                )
     if tensors:
         names = sorted(tensors)
         more = f" and {len(names) - 5} more" if len(names) > 5 else ""
@@ -248,19 +302,28 @@ def _refuse_leftovers(config: DecoderConfig, params: Params, tensors: dict[str, 
 
 def _check_params(config: DecoderConfig, params: Params) -> None:
     """Raises where `params` is not the tree that `decoder(config).init` gives."""
-    flat = lambda tree: {keystr(path): tuple(leaf.shape) for path, leaf in tree_leaves_with_path(tree)}
-    expected, got = flat(jax.eval_shape(decoder(config).init, jax.random.key(0))), flat(params)
+    flat = lambda tree: {
+        keystr(path): tuple(leaf.shape) for path, leaf in tree_leaves_with_path(tree)
+    }
+    expected = flat(jax.eval_shape(decoder(config).init, jax.random.key(0)))
+    got = flat(params)
     wrong = [name for name in sorted(expected | got) if expected.get(name) != got.get(name)]
     if wrong:
-        lines = [f"{name} has shape {got.get(name)}, expected {expected.get(name)}" for name in wrong]
+        lines = [
+            f"{name} has shape {got.get(name)}, expected {expected.get(name)}" for name in wrong
+        ]
         raise ValueError(f"params do not fit the configuration: {'; '.join(lines)}")
 
 
 def _copy_tokenizer(source: Path, target: Path) -> dict[str, Any]:
-    """Copies the tokenizer's files; returns the special ids that the source's config.json states."""
+    """Copies the tokenizer's files; returns the special ids that the source's config.json
+    states.
+    """
     found = [name for name in TOKENIZER if (source / name).is_file()]
     if not {"tokenizer.json", "tokenizer.model", "vocab.json"} & set(found):
-        raise FileNotFoundError(f"{source} holds no tokenizer: expected tokenizer.json, tokenizer.model or vocab.json")
+        raise FileNotFoundError(
+            f"{source} holds no tokenizer: expected tokenizer.json, tokenizer.model or vocab.json"
+        )
     for name in found:
         shutil.copyfile(source / name, target / name)
     settings = json.loads((source / CONFIG).read_text()) if (source / CONFIG).is_file() else {}

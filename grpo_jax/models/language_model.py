@@ -1,6 +1,7 @@
 """What a policy needs of a language model: a handful of pure functions, written for one sequence.
 
-Left out on purpose: batching (callers `vmap` over prompts and over each prompt's group), sampling, and weights on disk.
+Left out on purpose: batching (callers `vmap` over prompts and over each prompt's group), sampling,
+and weights on disk.
 """
 
 from collections.abc import Callable
@@ -21,23 +22,26 @@ class LanguageModel(NamedTuple):
     decode_logits(weights, hidden_D)            -> logits_V
     ```
 
-    A model may have `together(params, tokens_PS, mask_PS, tokens_PGT, place_PN) -> hidden_PSD, hidden_PND`: prompts and
-    their groups' tokens at the places g·T + t (None: all) in one pass, which keeps no cache. Training then uses it.
+    A model may have `together(params, tokens_PS, mask_PS, tokens_PGT, token_index_PN) ->
+    hidden_PSD, hidden_PND`: prompts and their groups' tokens at the places g·T + t (None: all) in
+    one pass, which keeps no cache. Training then uses it.
 
-    A model of parameters that are spread over devices may have `with_gather(gather) -> model`: the same model, whose
-    functions for training pass a layer's parameters through `gather(names, x)` when that layer is computed, so that no
-    more than one layer is whole at a time. `outer(params) -> params` does that to the parameters outside the layers,
-    which are read in several places.
+    A model of parameters that are spread over devices may have `with_gather(gather) -> model`: the
+    same model, whose functions for training pass a layer's parameters through `gather(names, x)`
+    when that layer is computed, so that no more than one layer is whole at a time. `outer(params)
+    -> params` does that to the parameters outside the layers, which are read in several places.
 
-    A model with `together` may have `with_attention(attention) -> model`: the same model, whose `together` attends by
-    `attention(q_KPRhd, k_KPRd, v_KPRd, mask_PS, T=T) -> out_KPRhd` (see `models.fused`); `config` then names its
-    `num_key_value_heads`.
+    A model with `together` may have `with_attention(attention) -> model`: the same model, whose
+    `together` attends by `attention(q_KPRhd, k_KPRd, v_KPRd, mask_PS, T=T) -> out_KPRhd` (see
+    `models.fused`); `config` then names its `num_key_value_heads`.
 
-    `keeps_products` says that memory is there to keep products for the backward pass, those with the vocabulary too.
+    `keeps_products` says that memory is there to keep products for the backward pass, those with
+    the vocabulary too.
 
-    `cache` holds a prompt's keys and values and is shared by its group: map `extend` and `decode` over completions
-    with `in_axes=None` for it. `config` describes the architecture (`vocab_size` at least). `axes` says what the
-    parameters' axes are, as pairs of a path and names, e.g. `("layers/q", "layers embed heads")`; None: unknown.
+    `cache` holds a prompt's keys and values and is shared by its group: map `extend` and `decode`
+    over completions with `in_axes=None` for it. `config` describes the architecture (`vocab_size`
+    at least). `axes` says what the parameters' axes are, as pairs of a path and names, e.g.
+    `("layers/q", "layers embed heads")`; None: unknown.
     """
 
     config: Any

@@ -16,7 +16,14 @@ from grpo_jax.objectives.advantages import (
     weighted_sum,
 )
 from grpo_jax.objectives.aggregates import fixed_length, sequence_mean, sequence_sum, token_mean
-from grpo_jax.objectives.compose import Objective, batch_advantages, batch_loss, compose, neutralise, then_prepare
+from grpo_jax.objectives.compose import (
+    Objective,
+    batch_advantages,
+    batch_loss,
+    compose,
+    neutralise,
+    then_prepare,
+)
 from grpo_jax.objectives.corrections import (
     drop_constant_groups,
     drop_off_policy,

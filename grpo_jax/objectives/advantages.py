@@ -1,11 +1,12 @@
 """One group: reward_G → adv_G. How much better than its siblings was each completion of one prompt?
 
-Three rules hold for every function here. A NaN reward ("could not be scored") is left out of the statistics and
-gets advantage 0. A constant group, max − min ≤ 1e-6·max(1, |mean|), gets exactly 0: in float32 the spread of seven
-rewards of .7 is 6e-8, and dividing by that turns rounding noise into a signal. So does a group of one.
+Three rules hold for every function here. A NaN reward ("could not be scored") is left out of the
+statistics and gets advantage 0. A constant group, max − min ≤ 1e-6·max(1, |mean|), gets exactly 0:
+in float32 the spread of seven rewards of .7 is 6e-8, and dividing by that turns rounding noise into
+a signal. So does a group of one.
 
-Functions named `batch_…` also look across groups: they run under `batch_advantages`, which names that axis "prompt".
-Left out on purpose: gradients. Rewards are data.
+Functions named `batch_…` also look across groups: they run under `batch_advantages`, which names
+that axis "prompt". Left out on purpose: gradients. Rewards are data.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,7 +46,9 @@ def _only_signal(adv_G: Array, reward_G: Array) -> Array:
 
 
 def raw(reward_G: Array) -> Array:
-    """The reward itself, A = R: no baseline, and so the one advantage that a constant group does not silence."""
+    """The reward itself, A = R: no baseline, and so the one advantage that a constant group does
+    not silence.
+    """
     return jnp.where(_is_scored(reward_G), reward_G, 0.0)
 
 
@@ -67,7 +70,9 @@ def standardize(reward_G: Array, *, ddof: int = 0, eps: float = 0.0) -> Array:
 
 
 def leave_one_out(reward_G: Array) -> Array:
-    """A_i = R_i − mean_{j≠i} R_j = n/(n−1)·(R_i − mean(R)). Ahmadian et al. 2024 (RLOO, 2402.14740)."""
+    """A_i = R_i − mean_{j≠i} R_j = n/(n−1)·(R_i − mean(R)). Ahmadian et al. 2024 (RLOO,
+    2402.14740).
+    """
     scored_G = _is_scored(reward_G)
     count = jnp.sum(scored_G)
     scale = count / jnp.maximum(count - 1, 1)
@@ -85,10 +90,10 @@ def over_mean(reward_G: Array) -> Array:
 def pass_at_k_advantage(reward_G: Array, *, k: int) -> Array:
     """The advantage of "at least one of k is right", averaged over every subset of k completions.
 
-    With N completions, n of them wrong, and ρ = C(n,k)/C(N,k) the chance that k draws are all wrong:
-    R̄ = 1 − ρ, σ = √(R̄(1−R̄)), A_right = (1−R̄)/σ, A_wrong = (1 − R̄ − C(n−1,k−1)/C(N−1,k−1))/σ.
-    Chen et al. 2025 (pass@k training, 2508.10751), the analytical form. A reward above .5 is right. Groups with fewer
-    than k scored completions get 0.
+    With N completions, n of them wrong, and ρ = C(n,k)/C(N,k) the chance that k draws are all
+    wrong: R̄ = 1 − ρ, σ = √(R̄(1−R̄)), A_right = (1−R̄)/σ, A_wrong = (1 − R̄ −
+    C(n−1,k−1)/C(N−1,k−1))/σ. Chen et al. 2025 (pass@k training, 2508.10751), the analytical form. A
+    reward above .5 is right. Groups with fewer than k scored completions get 0.
     """
     scored_G = _is_scored(reward_G)
     right_G = scored_G & (reward_G > 0.5)
@@ -116,25 +121,31 @@ def _batch_moments(x_G: Array, keep_G: Array, ddof: int) -> tuple[Array, Array]:
 
 
 def batch_scale(reward_G: Array, *, ddof: int = 0, eps: float = 0.0) -> Array:
-    """A = (R − mean_group(R)) / (std_batch(R) + eps): one spread for all groups. Liu et al. 2025 (2508.08221)."""
+    """A = (R − mean_group(R)) / (std_batch(R) + eps): one spread for all groups. Liu et al. 2025
+    (2508.08221).
+    """
     _, std = _batch_moments(reward_G, _is_scored(reward_G), ddof)
     return center(reward_G) / jnp.where(std > 0, std + eps, 1.0)
 
 
-def batch_whiten(reward_G: Array, *, baseline: Advantage = center, ddof: int = 0, eps: float = 0.0) -> Array:
+def batch_whiten(
+    reward_G: Array, *, baseline: Advantage = center, ddof: int = 0, eps: float = 0.0
+) -> Array:
     """A = z-score over the batch of `baseline(R)`. Hu 2025 (REINFORCE++-baseline, 2501.03262)."""
     scored_G = _is_scored(reward_G)
     adv_G = baseline(reward_G)
     mean, std = _batch_moments(adv_G, scored_G, ddof)
     constant = std <= CONSTANT * jnp.maximum(1.0, jnp.abs(mean))
-    return jnp.where(scored_G & ~constant, (adv_G - mean) / jnp.where(constant, 1.0, std + eps), 0.0)
+    return jnp.where(
+        scored_G & ~constant, (adv_G - mean) / jnp.where(constant, 1.0, std + eps), 0.0
+    )
 
 
 def rounded(reward_G: Array, *, step: float, advantage: Advantage = standardize) -> Array:
     """`advantage` of rewards rounded to multiples of `step`.
 
-    Standardizing turns [.51, .5, .5, .5] into +1.73 and −.58, as it does [1, 0, 0, 0]: a graded reward needs a
-    smallest difference that counts.
+    Standardizing turns [.51, .5, .5, .5] into +1.73 and −.58, as it does [1, 0, 0, 0]: a graded
+    reward needs a smallest difference that counts.
     """
     return advantage(jnp.round(reward_G / step) * step)
 
@@ -159,12 +170,16 @@ def _nansum(x_NG: Array) -> Array:
 def weighted_sum(
     reward_NG: Array, *, weights: Sequence[float] | None = None, advantage: Advantage = standardize
 ) -> Array:
-    """Several rewards, summed and then normalised: A = advantage(Σ_n w_n R_n). No weights: all 1."""
+    """Several rewards, summed and then normalised: A = advantage(Σ_n w_n R_n). No weights: all
+    1.
+    """
     reward_NG = jnp.atleast_2d(reward_NG)
     return advantage(_nansum(_weights(reward_NG, weights)[:, None] * reward_NG))
 
 
-def per_reward(reward_NG: Array, *, weights: Sequence[float] | None = None, ddof: int = 0, eps: float = 0.0) -> Array:
+def per_reward(
+    reward_NG: Array, *, weights: Sequence[float] | None = None, ddof: int = 0, eps: float = 0.0
+) -> Array:
     """Several rewards, normalised and then summed: A = z-score_batch(Σ_n w_n z-score_group(R_n)).
 
     Liu et al. 2026 (GDPO, 2601.05242): a reward of small spread keeps its say. No weights: all 1.

@@ -1,10 +1,11 @@
-"""Objective and compose: parts written for a token, a sequence or a group, put together and mapped over a batch.
+"""Objective and compose: parts written for a token, a sequence or a group, put together and mapped
+over a batch.
 
     cost_t = w_t · surrogate(log_ratio_t, A_t) + β · divergence(log π_t, log π_ref,t) + Σ terms_t
     loss   = aggregate(cost_T, mask_T), a `Mean`
 
-Padding is neutralised here, by `where` before any exponential, so that parts never meet it. Left out on purpose:
-a class to inherit, a registry, and any reduction but a sum of `Mean` pairs.
+Padding is neutralised here, by `where` before any exponential, so that parts never meet it. Left
+out on purpose: a class to inherit, a registry, and any reduction but a sum of `Mean` pairs.
 """
 
 import functools
@@ -25,17 +26,19 @@ Loss = Callable[[Array, Sample], Mean]
 Prepare = Callable[[Sample], Sample]
 Term = Callable[[Sample], Array]
 
-# |log r| is held below this: e^80 is finite in float32, and so are its products with advantages and weights.
+# |log r| is held below this: e^80 is finite in float32, and so are its products with advantages and
+# weights.
 LOG_RATIO_BOUND = 80.0
 
 
 class Objective(NamedTuple):
     """A pair of pure functions, and a third for what needs a whole batch.
 
-    `advantage` maps the rewards of one group (reward_G, or reward_NG for several rewards) to adv_G; `loss` maps one
-    sequence (logp_T, Sample) to a `Mean`; `prepare` maps the samples of the whole batch, leading axes P and G, once
-    before the epochs on it: quantiles, whitening and process advantages live there, so that cutting the batch into
-    micro-batches later changes nothing. `print(objective)` shows the recipe.
+    `advantage` maps the rewards of one group (reward_G, or reward_NG for several rewards) to adv_G;
+    `loss` maps one sequence (logp_T, Sample) to a `Mean`; `prepare` maps the samples of the whole
+    batch, leading axes P and G, once before the epochs on it: quantiles, whitening and process
+    advantages live there, so that cutting the batch into micro-batches later changes nothing.
+    `print(objective)` shows the recipe.
     """
 
     advantage: Advantage
@@ -43,8 +46,12 @@ class Objective(NamedTuple):
     prepare: Prepare | None = None
 
     def __repr__(self) -> str:
-        named = ((name, part) for name, part in zip(self._fields, self, strict=True) if part is not None)
-        return "Objective(\n" + "".join(f"    {name}={recipe(part)},\n" for name, part in named) + ")"
+        named = (
+            (name, part) for name, part in zip(self._fields, self, strict=True) if part is not None
+        )
+        return (
+            "Objective(\n" + "".join(f"    {name}={recipe(part)},\n" for name, part in named) + ")"
+        )
 
 
 def recipe(part: object) -> str:
@@ -52,11 +59,21 @@ def recipe(part: object) -> str:
     if isinstance(part, functools.partial):
         if part.func is composed:
             parts = dict(part.keywords)
-            kl = {} if parts["divergence"] is None else {"divergence": parts["divergence"], "beta": parts["beta"]}
-            named = functools.partial(compose, parts["ratio"], parts["surrogate"], parts["aggregate"], **kl)
+            kl = (
+                {}
+                if parts["divergence"] is None
+                else {"divergence": parts["divergence"], "beta": parts["beta"]}
+            )
+            named = functools.partial(
+                compose, parts["ratio"], parts["surrogate"], parts["aggregate"], **kl
+            )
             return recipe(named) + "".join(f" + {recipe(term)}" for term in parts["terms"])
         arguments = [recipe(value) for value in part.args]
-        arguments += [f"{name}={recipe(value)}" for name, value in part.keywords.items() if value not in (None, ())]
+        arguments += [
+            f"{name}={recipe(value)}"
+            for name, value in part.keywords.items()
+            if value not in (None, ())
+        ]
         return f"{recipe(part.func)}({', '.join(arguments)})"
     if isinstance(part, tuple | list):
         return f"({', '.join(map(recipe, part))})"
@@ -64,21 +81,35 @@ def recipe(part: object) -> str:
 
 
 def wants(part: Callable, name: str) -> bool:
-    """Whether a part still takes an argument of that name: what it does not ask for, it does not get."""
+    """Whether a part still takes an argument of that name: what it does not ask for, it does not
+    get.
+    """
     parameter = inspect.signature(part).parameters.get(name)
     return parameter is not None and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
 
 
 def neutralise(logp_T: Array, sample: Sample) -> tuple[Array, Sample]:
-    """Replaces whatever stands in masked positions, in every field, and detaches what is not of the current policy."""
+    """Replaces whatever stands in masked positions, in every field, and detaches what is not of the
+    current policy.
+    """
     keep_T = sample.mask_T
 
     def clean(x: Array | float | None, fill: float = 0.0) -> Array | float | None:
         return x if x is None or jnp.ndim(x) == 0 else jnp.where(keep_T, x, fill)
 
-    fixed = ("old_logp_T", "ref_logp_T", "sampler_logp_T", "weight_T", "adv", "old_value_T", "return_T")
+    fixed = (
+        "old_logp_T",
+        "ref_logp_T",
+        "sampler_logp_T",
+        "weight_T",
+        "adv",
+        "old_value_T",
+        "return_T",
+    )
     fields = {name: getattr(sample, name) for name in fixed}
-    cleaned = {name: x if x is None else jax.lax.stop_gradient(clean(x)) for name, x in fields.items()}
+    cleaned = {
+        name: x if x is None else jax.lax.stop_gradient(clean(x)) for name, x in fields.items()
+    }
     return clean(logp_T), sample._replace(
         **cleaned,
         reward_T=clean(sample.reward_T, jnp.nan),
@@ -91,10 +122,12 @@ def compose(ratio, surrogate, aggregate, *, divergence=None, beta=0.0) -> Loss:
     """Binds parts to a loss (logp_T, Sample) -> Mean, after checking that they fit.
 
     `ratio(logp_T, old_logp_T, mask_T)`, `surrogate(log_ratio, adv)`, `aggregate(x_T, mask_T)` and
-    `divergence(logp, ref_logp)` are functions with their own parameters already bound by `functools.partial`.
+    `divergence(logp, ref_logp)` are functions with their own parameters already bound by
+    `functools.partial`.
     """
     _check_beta(divergence, beta)
-    x_T, mask_T = jax.ShapeDtypeStruct((3,), jnp.float32), jax.ShapeDtypeStruct((3,), jnp.bool_)
+    x_T = jax.ShapeDtypeStruct((3,), jnp.float32)
+    mask_T = jax.ShapeDtypeStruct((3,), jnp.bool_)
     ratio_inputs = [x_T, x_T, mask_T] + [x_T] * wants_if_callable(ratio, "adv")
     _check_part("ratio", ratio, "(logp_T, old_logp_T, mask_T)", ratio_inputs, _is_token_array)
     _check_part("surrogate", surrogate, "(log_ratio, adv)", [x_T, x_T], _is_token_array)
@@ -115,7 +148,9 @@ def _check_beta(divergence: Callable | None, beta: float | Array) -> None:
         if not math.isfinite(beta) or beta < 0:
             raise ValueError(f"beta must be a finite number that is not negative, got {beta}.")
         if beta > 0 and divergence is None:
-            raise ValueError(f"beta={beta} weighs a divergence, but none is given: add divergence=k3 or set beta=0.")
+            raise ValueError(
+                f"beta={beta} weighs a divergence, but none is given: add divergence=k3 or set beta=0."
+            )
     if getattr(divergence, "func", divergence) is k1:
         raise ValueError(
             "divergence=k1 in the loss has an expected gradient of zero, E[∇(log π − log π_ref)] = 0, so it would "
@@ -131,14 +166,20 @@ def _is_mean(out: object) -> bool:
     return isinstance(out, Mean) and out.total.shape == () and out.weight.shape == ()
 
 
-def _check_part(role: str, part: object, form: str, inputs: list, fits: Callable[[object], bool]) -> None:
-    """Calls a part on shapes alone, so that a misfit is an error here and not in the first training step."""
+def _check_part(
+    role: str, part: object, form: str, inputs: list, fits: Callable[[object], bool]
+) -> None:
+    """Calls a part on shapes alone, so that a misfit is an error here and not in the first training
+    step.
+    """
     if not callable(part):
         raise TypeError(f"{role} must be a function {form}, got {part!r}.")
     try:
         inspect.signature(part).bind(*inputs)
     except TypeError as error:
-        raise TypeError(f"{role}={recipe(part)} cannot be called as {form}: {error}. Bind its options first.") from None
+        raise TypeError(
+            f"{role}={recipe(part)} cannot be called as {form}: {error}. Bind its options first."
+        ) from None
     out = jax.eval_shape(part, *inputs)
     if not fits(out):
         expected = "a Mean of two scalars" if fits is _is_mean else "one value a token"
@@ -155,7 +196,9 @@ def surrogate_costs(logp_T: Array, sample: Sample, *, ratio, surrogate) -> tuple
     return (cost_T if sample.weight_T is None else sample.weight_T * cost_T), log_ratio_T
 
 
-def composed(logp_T: Array, sample: Sample, *, ratio, surrogate, aggregate, divergence, beta, terms) -> Mean:
+def composed(
+    logp_T: Array, sample: Sample, *, ratio, surrogate, aggregate, divergence, beta, terms
+) -> Mean:
     """The loss that `compose` binds; see the equation at the top of this file."""
     logp_T, sample = neutralise(logp_T, sample)
     cost_T, log_ratio_T = surrogate_costs(logp_T, sample, ratio=ratio, surrogate=surrogate)
@@ -168,7 +211,9 @@ def composed(logp_T: Array, sample: Sample, *, ratio, surrogate, aggregate, dive
     return aggregate(cost_T, sample.mask_T)
 
 
-def corrected(logp_T: Array, sample: Sample, *, adjust: Callable[[Array, Sample], Sample], loss: Loss) -> Mean:
+def corrected(
+    logp_T: Array, sample: Sample, *, adjust: Callable[[Array, Sample], Sample], loss: Loss
+) -> Mean:
     """A loss on samples that were adjusted first: reweighted, or some of their tokens left out."""
     logp_T, sample = neutralise(logp_T, sample)
     return loss(logp_T, adjust(jax.lax.stop_gradient(logp_T), sample))
@@ -204,7 +249,9 @@ def inner(loss: Loss) -> Loss | None:
 
 
 def core(loss: Loss) -> functools.partial | None:
-    """The composed loss inside any corrections around it; None for a loss that was written whole."""
+    """The composed loss inside any corrections around it; None for a loss that was written
+    whole.
+    """
     if inner(loss) is not None:
         return core(inner(loss))
     return loss if getattr(loss, "func", None) is composed else None
@@ -213,16 +260,24 @@ def core(loss: Loss) -> functools.partial | None:
 def rebind(loss: Loss, change: Callable[[dict], dict]) -> Loss:
     """The same loss with the parts of its core changed by `change(parts) -> parts`."""
     if inner(loss) is not None:
-        return functools.partial(loss.func, **{**loss.keywords, "loss": rebind(inner(loss), change)})
+        return functools.partial(
+            loss.func, **{**loss.keywords, "loss": rebind(inner(loss), change)}
+        )
     if core(loss) is None:
-        raise TypeError(f"{recipe(loss)} was written whole: only a loss made by compose has parts to change.")
+        raise TypeError(
+            f"{recipe(loss)} was written whole: only a loss made by compose has parts to change."
+        )
     return functools.partial(composed, **{**loss.keywords, **change(loss.keywords)})
 
 
 def batch_advantages(objective: Objective, reward_PG: Array) -> Array:
-    """adv_PG of reward_PG (or of reward_PNG), every group on its own; "prompt" names the axis across groups."""
+    """adv_PG of reward_PG (or of reward_PNG), every group on its own; "prompt" names the axis
+    across groups.
+    """
     if jnp.ndim(reward_PG) not in (2, 3):
-        raise ValueError(f"rewards have the axes P, G (or P, N, G for N rewards), got shape {jnp.shape(reward_PG)}.")
+        raise ValueError(
+            f"rewards have the axes P, G (or P, N, G for N rewards), got shape {jnp.shape(reward_PG)}."
+        )
     return jax.vmap(objective.advantage, axis_name=PROMPT_AXIS)(jnp.asarray(reward_PG))
 
 
@@ -239,4 +294,6 @@ def over_samples(function: Callable, logp_PGT: Array, samples_PG: Sample):
 
 def batch_loss(objective: Objective, logp_PGT: Array, samples_PG: Sample) -> Mean:
     """The loss of a batch, or of any piece of it: pieces add up to the whole."""
-    return over_samples(lambda logp_T, sample: objective.loss(*neutralise(logp_T, sample)), logp_PGT, samples_PG)
+    return over_samples(
+        lambda logp_T, sample: objective.loss(*neutralise(logp_T, sample)), logp_PGT, samples_PG
+    )

@@ -1,8 +1,9 @@
 """objective → objective: sampler mismatch, staleness, token selection, bounds and extra terms.
 
-A correction wraps any objective, and a corrected objective is an objective. Those that weigh tokens multiply the
-detached weight of the surrogate; the KL term is not touched by them. Weights leave the denominators alone: a dropped
-token has no gradient, but it is still there. `drop_truncated` and `drop_constant_groups` remove the denominators too.
+A correction wraps any objective, and a corrected objective is an objective. Those that weigh tokens
+multiply the detached weight of the surrogate; the KL term is not touched by them. Weights leave the
+denominators alone: a dropped token has no gradient, but it is still there. `drop_truncated` and
+`drop_constant_groups` remove the denominators too.
 """
 
 import functools
@@ -42,11 +43,15 @@ def _adjusted(objective: Objective, adjust) -> Objective:
 
 def _times(sample: Sample, weight_T: Array) -> Sample:
     weight_T = jnp.broadcast_to(weight_T, sample.mask_T.shape).astype(sample.old_logp_T.dtype)
-    return sample._replace(weight_T=weight_T if sample.weight_T is None else sample.weight_T * weight_T)
+    return sample._replace(
+        weight_T=weight_T if sample.weight_T is None else sample.weight_T * weight_T
+    )
 
 
 def _sampler_log_ratio(sample: Sample, ratio, reader: str) -> Array:
-    """log ρ = log π_old − log π_sampler by a ratio part; a token that the sampler could not score has ρ = 1."""
+    """log ρ = log π_old − log π_sampler by a ratio part; a token that the sampler could not score
+    has ρ = 1.
+    """
     sampler_logp_T = need(sample, "sampler_logp_T", reader)
     sampler_logp_T = jnp.where(jnp.isnan(sampler_logp_T), sample.old_logp_T, sampler_logp_T)
     log_ratio_T = ratio(sample.old_logp_T, sampler_logp_T, sample.mask_T)
@@ -59,11 +64,14 @@ def truncate(logp_T: Array, sample: Sample, *, cap: float, floor: float, ratio) 
     return _times(sample, jnp.clip(weight_T, floor, cap))
 
 
-def truncated_is(objective: Objective, *, cap: float = 2.0, floor: float = 0.0, ratio=per_token) -> Objective:
+def truncated_is(
+    objective: Objective, *, cap: float = 2.0, floor: float = 0.0, ratio=per_token
+) -> Objective:
     """w ← w·clip(ρ, floor, cap), ρ = π_old/π_sampler: truncated importance sampling (TIS).
 
-    Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL training". `ratio`
-    chooses the level: `per_token`, `per_sequence` (the mean log-ratio), `product` (the sum, which drifts with length).
+    Ionides 2008; Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy RL
+    training". `ratio` chooses the level: `per_token`, `per_sequence` (the mean log-ratio),
+    `product` (the sum, which drifts with length).
     """
     check(0 <= floor < cap, f"truncated_is needs 0 <= floor < cap, got floor={floor}, cap={cap}.")
     return _adjusted(objective, functools.partial(truncate, cap=cap, floor=floor, ratio=ratio))
@@ -75,8 +83,12 @@ def keep_between(logp_T: Array, sample: Sample, *, low: float, high: float, rati
     return _times(sample, jnp.where((weight_T >= low) & (weight_T <= high), weight_T, 0.0))
 
 
-def masked_is(objective: Objective, *, low: float = 0.5, high: float = 5.0, ratio=per_token) -> Objective:
-    """w ← w·ρ·1[low ≤ ρ ≤ high], ρ = π_old/π_sampler: masked importance sampling. IcePop, 2510.18855."""
+def masked_is(
+    objective: Objective, *, low: float = 0.5, high: float = 5.0, ratio=per_token
+) -> Objective:
+    """w ← w·ρ·1[low ≤ ρ ≤ high], ρ = π_old/π_sampler: masked importance sampling. IcePop,
+    2510.18855.
+    """
     check(0 <= low < high, f"masked_is needs 0 <= low < high, got low={low}, high={high}.")
     return _adjusted(objective, functools.partial(keep_between, low=low, high=high, ratio=ratio))
 
@@ -104,10 +116,11 @@ def keep_close(logp_T: Array, sample: Sample, *, delta: float) -> Sample:
 
 
 def drop_off_policy(objective: Objective, *, delta: float) -> Objective:
-    """w ← 0 for a sequence with A < 0 and mean_t log(π_sampler/π_θ) > δ. DeepSeek-AI 2025 (V3.2, 2512.02556), eq. 9.
+    """w ← 0 for a sequence with A < 0 and mean_t log(π_sampler/π_θ) > δ. DeepSeek-AI 2025 (V3.2,
+    2512.02556), eq. 9.
 
-    A bad answer that the policy would hardly give any more has little to teach. π_old stands in for π_sampler where
-    the sample has no `sampler_logp_T`.
+    A bad answer that the policy would hardly give any more has little to teach. π_old stands in for
+    π_sampler where the sample has no `sampler_logp_T`.
     """
     check(delta >= 0, f"drop_off_policy needs delta >= 0, got {delta}.")
     return _adjusted(objective, functools.partial(keep_close, delta=delta))
@@ -119,7 +132,9 @@ def keep_young(logp_T: Array, sample: Sample, *, max_age: int) -> Sample:
 
 
 def drop_stale(objective: Objective, *, max_age: int) -> Objective:
-    """w ← 0 for samples drawn more than `max_age` updates ago. Fu et al. 2025 (AReaL, 2505.24298), §5.1."""
+    """w ← 0 for samples drawn more than `max_age` updates ago. Fu et al. 2025 (AReaL, 2505.24298),
+    §5.1.
+    """
     check(max_age >= 0, f"drop_stale needs max_age >= 0, got {max_age}.")
     return _adjusted(objective, functools.partial(keep_young, max_age=max_age))
 
@@ -132,22 +147,29 @@ def keep_stopped(logp_T: Array, sample: Sample) -> Sample:
 def drop_truncated(objective: Objective) -> Objective:
     """m ← m·stopped: a completion that the length limit cut off is not there at all.
 
-    Yu et al. 2025 (DAPO, 2503.14476), §3.4, overlong filtering. Its reward still counts in its group.
+    Yu et al. 2025 (DAPO, 2503.14476), §3.4, overlong filtering. Its reward still counts in its
+    group.
     """
     return _adjusted(objective, keep_stopped)
 
 
 def keep_within_tv(logp_T: Array, sample: Sample, *, delta: float) -> Sample:
     moved_T = jnp.exp(logp_T) - jnp.exp(sample.old_logp_T)
-    return _times(sample, ~(((sample.adv > 0) & (moved_T > delta)) | ((sample.adv < 0) & (moved_T < -delta))))
+    return _times(
+        sample, ~(((sample.adv > 0) & (moved_T > delta)) | ((sample.adv < 0) & (moved_T < -delta)))
+    )
 
 
 def tv_mask(objective: Objective, *, delta: float) -> Objective:
-    """w ← 0 where A > 0 and π − π_old > δ, or A < 0 and π − π_old < −δ. Qi et al. 2026 (DPPO, 2602.04879).
+    """w ← 0 where A > 0 and π − π_old > δ, or A < 0 and π − π_old < −δ. Qi et al. 2026 (DPPO,
+    2602.04879).
 
-    A trust region in total variation of the sampled token against the rest: probabilities count, not their ratio.
+    A trust region in total variation of the sampled token against the rest: probabilities count,
+    not their ratio.
     """
-    check(0 < delta <= 1, f"tv_mask needs 0 < delta <= 1, a difference of probabilities, got {delta}.")
+    check(
+        0 < delta <= 1, f"tv_mask needs 0 < delta <= 1, a difference of probabilities, got {delta}."
+    )
     return _adjusted(objective, functools.partial(keep_within_tv, delta=delta))
 
 
@@ -162,23 +184,31 @@ def keep_within_kl(logp_T: Array, sample: Sample, *, delta: float) -> Sample:
 
 
 def kl_mask(objective: Objective, *, delta: float) -> Objective:
-    """w ← 0 where A pushes π further from π_old and KL(Bernoulli(π_old)‖Bernoulli(π)) > δ. DPPO, 2602.04879."""
+    """w ← 0 where A pushes π further from π_old and KL(Bernoulli(π_old)‖Bernoulli(π)) > δ. DPPO,
+    2602.04879.
+    """
     check(delta > 0, f"kl_mask needs delta > 0 nats, got {delta}.")
     return _adjusted(objective, functools.partial(keep_within_kl, delta=delta))
 
 
 def dual_clip(objective: Objective, *, c: float = 3.0) -> Objective:
-    """max(min(rA, clip(r)A), cA) for A < 0: a bad token's loss is bounded by c·|A|. Ye et al. 2020 (1912.09729).
+    """max(min(rA, clip(r)A), cA) for A < 0: a bad token's loss is bounded by c·|A|. Ye et al. 2020
+    (1912.09729).
 
-    Equal to bounding the ratio at c ("two-sided clipping", INTELLECT-2, 2505.07291) when c is above the clip range.
+    Equal to bounding the ratio at c ("two-sided clipping", INTELLECT-2, 2505.07291) when c is above
+    the clip range.
     """
     check(c > 1, f"dual_clip needs c > 1, got {c}.")
-    bound = lambda parts: {"surrogate": functools.partial(floored, surrogate=parts["surrogate"], c=c)}
+    bound = lambda parts: {
+        "surrogate": functools.partial(floored, surrogate=parts["surrogate"], c=c)
+    }
     return objective._replace(loss=rebind(objective.loss, bound))
 
 
 def _plus(objective: Objective, term) -> Objective:
-    return objective._replace(loss=rebind(objective.loss, lambda parts: {"terms": (*parts["terms"], term)}))
+    return objective._replace(
+        loss=rebind(objective.loss, lambda parts: {"terms": (*parts["terms"], term)})
+    )
 
 
 def entropy_term(sample: Sample, *, coef: float) -> Array:
@@ -186,7 +216,9 @@ def entropy_term(sample: Sample, *, coef: float) -> Array:
 
 
 def entropy_bonus(objective: Objective, *, coef: float) -> Objective:
-    """cost_t ← cost_t − coef·H(π_t), of the current policy. Williams & Peng 1991; Mnih et al. 2016 (1602.01783)."""
+    """cost_t ← cost_t − coef·H(π_t), of the current policy. Williams & Peng 1991; Mnih et al. 2016
+    (1602.01783).
+    """
     check(math.isfinite(coef), f"entropy_bonus needs a finite coef, got {coef}.")
     return _plus(objective, functools.partial(entropy_term, coef=coef))
 
@@ -198,29 +230,39 @@ def value_term(sample: Sample, *, coef: float, clip: float | None) -> Array:
 
 
 def value_loss(objective: Objective, *, coef: float = 0.5, clip: float | None = 0.2) -> Objective:
-    """cost_t ← cost_t + coef·½·max((V − R)², (clip(V, V_old ± clip) − R)²). Schulman et al. 2017 (1707.06347)."""
+    """cost_t ← cost_t + coef·½·max((V − R)², (clip(V, V_old ± clip) − R)²). Schulman et al. 2017
+    (1707.06347).
+    """
     check(coef > 0, f"value_loss needs coef > 0, got {coef}.")
     check(clip is None or clip > 0, f"value_loss needs clip > 0 or None, got {clip}.")
     return _plus(objective, functools.partial(value_term, coef=coef, clip=clip))
 
 
 def top_entropy(objective: Objective, *, fraction: float = 0.2) -> Objective:
-    """Only tokens with an entropy in the batch's top `fraction` keep their surrogate. Wang et al. 2025 (2506.01939)."""
+    """Only tokens with an entropy in the batch's top `fraction` keep their surrogate. Wang et al.
+    2025 (2506.01939).
+    """
     check(0 < fraction <= 1, f"top_entropy needs 0 < fraction <= 1, got {fraction}.")
     return then_prepare(objective, functools.partial(preparations.high_entropy, fraction=fraction))
 
 
 def drop_constant_groups(objective: Objective) -> Objective:
-    """Leaves out groups without signal, denominators included. Yu et al. 2025 (DAPO, 2503.14476), eq. 8."""
+    """Leaves out groups without signal, denominators included. Yu et al. 2025 (DAPO, 2503.14476),
+    eq. 8.
+    """
     return then_prepare(objective, preparations.only_signal)
 
 
 def kl_in_reward(objective: Objective, *, beta: float | Array) -> Objective:
-    """r_t ← r_t − β(log π_old,t − log π_ref,t), summed and compared in the group, instead of a KL in the loss.
+    """r_t ← r_t − β(log π_old,t − log π_ref,t), summed and compared in the group, instead of a KL
+    in the loss.
 
-    Shao et al. 2024 (2402.03300), eq. 2. `beta` may be an array, such as one that `adaptive_beta` moved.
+    Shao et al. 2024 (2402.03300), eq. 2. `beta` may be an array, such as one that `adaptive_beta`
+    moved.
     """
-    check(not isinstance(beta, int | float) or beta >= 0, f"kl_in_reward needs beta >= 0, got {beta}.")
+    check(
+        not isinstance(beta, int | float) or beta >= 0, f"kl_in_reward needs beta >= 0, got {beta}."
+    )
     penalty = functools.partial(preparations.kl_penalty, beta=beta)
     advantages = functools.partial(preparations.outcome_advantages, advantage=objective.advantage)
     own = () if objective.prepare is None else (objective.prepare,)
@@ -236,7 +278,8 @@ def group_share(logp_T: Array, sample: Sample, *, loss: Loss) -> Mean:
 def per_group(objective: Objective) -> Objective:
     """1/P Σ_p 1/Σ_i|o_i| Σ_i Σ_t: a token mean for each group, then the mean of the groups.
 
-    Yu et al. 2025 (DAPO, 2503.14476), eq. 8 as printed, for one prompt at a time. For losses with `token_mean`.
+    Yu et al. 2025 (DAPO, 2503.14476), eq. 8 as printed, for one prompt at a time. For losses with
+    `token_mean`.
     """
     objective = then_prepare(objective, preparations.count_group_tokens)
     return objective._replace(loss=functools.partial(group_share, loss=objective.loss))

@@ -1,8 +1,8 @@
 """A whole batch: samples_PG → samples_PG, once before the epochs on it.
 
-Here lives everything that needs more than one sequence to make the samples: advantages of tokens, whitening,
-quantiles. A micro-batch sees only the results, and so cannot change them. Each is an `Objective.prepare`, its
-options bound by `functools.partial`.
+Here lives everything that needs more than one sequence to make the samples: advantages of tokens,
+whitening, quantiles. A micro-batch sees only the results, and so cannot change them. Each is an
+`Objective.prepare`, its options bound by `functools.partial`.
 """
 
 import functools
@@ -34,7 +34,8 @@ def _scored(samples_PG: Sample, reader: str) -> Array:
 
 def kl_penalty(samples_PG: Sample, *, beta: float | Array) -> Sample:
     """r_t ← r_t − β(log π_old,t − log π_ref,t), see `returns.penalised`."""
-    old, ref = samples_PG.old_logp_T, need(samples_PG, "ref_logp_T", "kl_penalty")
+    old = samples_PG.old_logp_T
+    ref = need(samples_PG, "ref_logp_T", "kl_penalty")
     function = functools.partial(returns.penalised, beta=beta)
     return samples_PG._replace(
         reward_T=_each(function, _rewards(samples_PG, "kl_penalty"), samples_PG.mask_T, old, ref)
@@ -42,25 +43,36 @@ def kl_penalty(samples_PG: Sample, *, beta: float | Array) -> Sample:
 
 
 def outcome_advantages(samples_PG: Sample, *, advantage: Advantage) -> Sample:
-    """adv_G = advantage(R_G) with R = Σ_t r_t: the rewards of all tokens summed, then compared in the group."""
-    reward_PG = _each(returns.outcome, _rewards(samples_PG, "outcome_advantages"), samples_PG.mask_T)
+    """adv_G = advantage(R_G) with R = Σ_t r_t: the rewards of all tokens summed, then compared in
+    the group.
+    """
+    reward_PG = _each(
+        returns.outcome, _rewards(samples_PG, "outcome_advantages"), samples_PG.mask_T
+    )
     return samples_PG._replace(adv=jax.vmap(advantage, axis_name=PROMPT_AXIS)(reward_PG))
 
 
 def process_supervision(samples_PG: Sample, *, ddof: int = 0, eps: float = 0.0) -> Sample:
-    """A_{i,t} = Σ_{index(j) ≥ t} r̃_i^{index(j)}, the step rewards of a whole group standardized together.
+    """A_{i,t} = Σ_{index(j) ≥ t} r̃_i^{index(j)}, the step rewards of a whole group standardized
+    together.
 
-    Shao et al. 2024 (2402.03300), §4.1.3: a token is credited with every step that ends at it or later.
+    Shao et al. 2024 (2402.03300), §4.1.3: a token is credited with every step that ends at it or
+    later.
     """
-    reward_PGT, mask_PGT = _rewards(samples_PG, "process_supervision"), samples_PG.mask_T
+    reward_PGT = _rewards(samples_PG, "process_supervision")
+    mask_PGT = samples_PG.mask_T
     P, G, T = reward_PGT.shape
     step_PN = jnp.where(mask_PGT, reward_PGT, jnp.nan).reshape(P, G * T)
     normal_PN = jax.vmap(functools.partial(standardize, ddof=ddof, eps=eps))(step_PN)
-    return samples_PG._replace(adv=_each(returns.returns_to_go, normal_PN.reshape(P, G, T), mask_PGT))
+    return samples_PG._replace(
+        adv=_each(returns.returns_to_go, normal_PN.reshape(P, G, T), mask_PGT)
+    )
 
 
 def reward_to_go(samples_PG: Sample, *, gamma: float = 1.0) -> Sample:
-    """A_t = G_t = Σ_{k ≥ t} γ^{k−t} r_k: each token is credited with what came after it. Williams 1992."""
+    """A_t = G_t = Σ_{k ≥ t} γ^{k−t} r_k: each token is credited with what came after it. Williams
+    1992.
+    """
     function = functools.partial(returns.returns_to_go, gamma=gamma)
     return_PGT = _each(function, _rewards(samples_PG, "reward_to_go"), samples_PG.mask_T)
     return samples_PG._replace(adv=return_PGT, return_T=return_PGT)
@@ -74,20 +86,28 @@ def minus_value(samples_PG: Sample) -> Sample:
 
 
 def gae_advantages(samples_PG: Sample, *, gamma: float = 1.0, lam: float = 0.95) -> Sample:
-    """A_t by GAE(γ, λ) from the critic that acted, and its targets R_t = A_t + V_old,t. See `returns.gae`.
+    """A_t by GAE(γ, λ) from the critic that acted, and its targets R_t = A_t + V_old,t. See
+    `returns.gae`.
 
-    A sequence that could not be scored teaches neither the policy (A = 0) nor the critic (R = V_old).
+    A sequence that could not be scored teaches neither the policy (A = 0) nor the critic (R =
+    V_old).
     """
     value_PGT = need(samples_PG, "old_value_T", "gae_advantages")
     reward_PGT = _rewards(samples_PG, "gae_advantages")
     value_PGT = jnp.where(samples_PG.mask_T, value_PGT, 0.0)
-    adv_PGT = _each(functools.partial(returns.gae, gamma=gamma, lam=lam), reward_PGT, value_PGT, samples_PG.mask_T)
+    adv_PGT = _each(
+        functools.partial(returns.gae, gamma=gamma, lam=lam),
+        reward_PGT,
+        value_PGT,
+        samples_PG.mask_T,
+    )
     adv_PGT = jnp.where(_scored(samples_PG, "gae_advantages"), adv_PGT, 0.0)
     return samples_PG._replace(adv=adv_PGT, return_T=adv_PGT + value_PGT)
 
 
 def whiten_tokens(samples_PG: Sample, *, ddof: int = 0, eps: float = 0.0) -> Sample:
-    """A_t ← (A_t − mean)/(std + eps) over every trained token of the batch. Hu 2025 (REINFORCE++, 2501.03262).
+    """A_t ← (A_t − mean)/(std + eps) over every trained token of the batch. Hu 2025 (REINFORCE++,
+    2501.03262).
 
     Equal advantages everywhere become 0, and so do those of sequences that could not be scored.
     """
@@ -99,7 +119,9 @@ def whiten_tokens(samples_PG: Sample, *, ddof: int = 0, eps: float = 0.0) -> Sam
     centered_PGT = jnp.where(keep_PGT, adv_PGT - mean, 0.0)
     std = jnp.sqrt(jnp.sum(centered_PGT**2) / jnp.maximum(count - ddof, 1))
     constant = std <= CONSTANT * jnp.maximum(1.0, jnp.abs(mean))
-    return samples_PG._replace(adv=jnp.where(constant, 0.0, centered_PGT / jnp.where(constant, 1.0, std + eps)))
+    return samples_PG._replace(
+        adv=jnp.where(constant, 0.0, centered_PGT / jnp.where(constant, 1.0, std + eps))
+    )
 
 
 def length_weighted_baseline(samples_PG: Sample) -> Sample:
@@ -107,13 +129,17 @@ def length_weighted_baseline(samples_PG: Sample) -> Sample:
 
     The baseline of least variance when the squared gradient of a sequence grows with its length.
     """
-    reward_PG = _each(returns.outcome, _rewards(samples_PG, "length_weighted_baseline"), samples_PG.mask_T)
+    reward_PG = _each(
+        returns.outcome, _rewards(samples_PG, "length_weighted_baseline"), samples_PG.mask_T
+    )
     length_PG = jnp.sum(samples_PG.mask_T, axis=-1)
 
     def one_group(reward_G: Array, length_G: Array) -> Array:
         scored_G = ~jnp.isnan(reward_G)
         weight_G = jnp.where(scored_G, length_G, 0)
-        baseline = jnp.sum(weight_G * jnp.where(scored_G, reward_G, 0.0)) / jnp.maximum(jnp.sum(weight_G), 1)
+        baseline = jnp.sum(weight_G * jnp.where(scored_G, reward_G, 0.0)) / jnp.maximum(
+            jnp.sum(weight_G), 1
+        )
         return jnp.where(scored_G & has_signal(reward_G), reward_G - baseline, 0.0)
 
     return samples_PG._replace(adv=jax.vmap(one_group)(reward_PG, length_PG))
@@ -132,7 +158,8 @@ def only_signal(samples_PG: Sample) -> Sample:
 def high_entropy(samples_PG: Sample, *, fraction: float) -> Sample:
     """w_t ← w_t·1[H_t ≥ τ], τ the entropy that only `fraction` of the batch's trained tokens reach.
 
-    Wang et al. 2025 (2506.01939): the few forking tokens carry the signal. The KL term still sees every token.
+    Wang et al. 2025 (2506.01939): the few forking tokens carry the signal. The KL term still sees
+    every token.
     """
     entropy_PGT = need(samples_PG, "entropy_T", "high_entropy")
     trained_PGT = jnp.where(samples_PG.mask_T, entropy_PGT, jnp.nan)
@@ -145,4 +172,6 @@ def high_entropy(samples_PG: Sample, *, fraction: float) -> Sample:
 def count_group_tokens(samples_PG: Sample) -> Sample:
     """Tells every sequence how many trained tokens its group has."""
     tokens_P = jnp.sum(samples_PG.mask_T, axis=(1, 2))
-    return samples_PG._replace(group_tokens=jnp.broadcast_to(tokens_P[:, None], samples_PG.mask_T.shape[:2]))
+    return samples_PG._replace(
+        group_tokens=jnp.broadcast_to(tokens_P[:, None], samples_PG.mask_T.shape[:2])
+    )

@@ -1,6 +1,8 @@
-"""A paper is a binding of parts. `PRESETS` names them for the command line; each takes keywords only.
+"""A paper is a binding of parts. `PRESETS` names them for the command line; each takes keywords
+only.
 
-Where the default here is the paper and TRL 1.16 does otherwise, the last column gives TRL's numbers:
+Where the default here is the paper and TRL 1.16 does otherwise, the last column gives TRL's
+numbers:
 
     what                   here, after the paper            TRL 1.16                 to match TRL
     ---------------------  -------------------------------  -----------------------  -------------------------
@@ -20,7 +22,8 @@ Where the default here is the paper and TRL 1.16 does otherwise, the last column
     entropy bonus          divided as the loss is           by the micro-batch       equal for token_mean
     GMPO, top entropy      weighs the sequence's cost       inside the mean          none
 
-Tunix 0.1.7 uses ddof 1 and + 1e-6, and by default k1 as the KL of the loss, which has no gradient in expectation.
+Tunix 0.1.7 uses ddof 1 and + 1e-6, and by default k1 as the KL of the loss, which has no gradient
+in expectation.
 """
 
 import functools
@@ -41,7 +44,13 @@ from grpo_jax.objectives.advantages import (
 )
 from grpo_jax.objectives.aggregates import fixed_length, sequence_mean, sequence_sum, token_mean
 from grpo_jax.objectives.compose import Loss, Objective, compose, in_turn
-from grpo_jax.objectives.corrections import drop_constant_groups, entropy_bonus, kl_in_reward, tv_mask, value_loss
+from grpo_jax.objectives.corrections import (
+    drop_constant_groups,
+    entropy_bonus,
+    kl_in_reward,
+    tv_mask,
+    value_loss,
+)
 from grpo_jax.objectives.divergences import k2, k3
 from grpo_jax.objectives.ratios import (
     geometric,
@@ -98,43 +107,59 @@ def _after(*steps):
 
 
 def grpo(*, low: float = 0.2, high: float = 0.2, beta: float = 0.04) -> Objective:
-    """1/B Σ_i 1/|o_i| Σ_t [−min(rA, clip(r)A) + β k3], A standardized. Shao et al. 2024 (2402.03300), eq. 3."""
-    return Objective(standardize, compose(per_token, _clip(low, high), sequence_mean, divergence=k3, beta=beta))
+    """1/B Σ_i 1/|o_i| Σ_t [−min(rA, clip(r)A) + β k3], A standardized. Shao et al. 2024
+    (2402.03300), eq. 3.
+    """
+    return Objective(
+        standardize, compose(per_token, _clip(low, high), sequence_mean, divergence=k3, beta=beta)
+    )
 
 
 def process_grpo(*, low: float = 0.2, high: float = 0.2, beta: float = 0.04) -> Objective:
-    """GRPO with process supervision: A_{i,t} sums the standardized step rewards from t on. 2402.03300, §4.1.3."""
+    """GRPO with process supervision: A_{i,t} sums the standardized step rewards from t on.
+    2402.03300, §4.1.3.
+    """
     return grpo(low=low, high=high, beta=beta)._replace(prepare=preparations.process_supervision)
 
 
 def bnpo(*, low: float = 0.2, high: float = 0.2) -> Objective:
-    """1/Σ|o_i| Σ_i Σ_t −min(rA, clip(r)A), A standardized, no KL: the "bnpo" loss of TRL, over the whole batch."""
+    """1/Σ|o_i| Σ_i Σ_t −min(rA, clip(r)A), A standardized, no KL: the "bnpo" loss of TRL, over the
+    whole batch.
+    """
     return Objective(standardize, compose(per_token, _clip(low, high), token_mean))
 
 
 def dr_grpo(*, max_length: int, low: float = 0.2, high: float = 0.2) -> Objective:
-    """1/(B·max_length) Σ_i Σ_t −min(rA, clip(r)A), A = R − mean. Liu et al. 2025 (2503.20783), §3.2."""
+    """1/(B·max_length) Σ_i Σ_t −min(rA, clip(r)A), A = R − mean. Liu et al. 2025 (2503.20783),
+    §3.2.
+    """
     _whole(max_length=max_length)
     aggregate = functools.partial(fixed_length, max_length=max_length)
     return Objective(center, compose(per_token, _clip(low, high), aggregate))
 
 
 def dapo(*, low: float = 0.2, high: float = 0.28, drop_constant: bool = True) -> Objective:
-    """1/Σ|o_i| Σ_i Σ_t −min(rA, clip(r)A), 0 < #correct < G, no KL. Yu et al. 2025 (2503.14476), eq. 8.
+    """1/Σ|o_i| Σ_i Σ_t −min(rA, clip(r)A), 0 < #correct < G, no KL. Yu et al. 2025 (2503.14476),
+    eq. 8.
 
-    The token mean is over the whole batch, as the paper trains; `per_group(dapo())` takes it group by group.
+    The token mean is over the whole batch, as the paper trains; `per_group(dapo())` takes it group
+    by group.
     """
     objective = bnpo(low=low, high=high)
     return drop_constant_groups(objective) if drop_constant else objective
 
 
 def gspo(*, low: float = 3e-4, high: float = 4e-4) -> Objective:
-    """1/B Σ_i −min(sA, clip(s)A), s the geometric mean of r. Zheng et al. 2025 (2507.18071), eq. 5."""
+    """1/B Σ_i −min(sA, clip(s)A), s the geometric mean of r. Zheng et al. 2025 (2507.18071), eq.
+    5.
+    """
     return Objective(standardize, compose(per_sequence, _clip(low, high), sequence_mean))
 
 
 def gspo_token(*, low: float = 3e-4, high: float = 4e-4) -> Objective:
-    """1/B Σ_i 1/|o_i| Σ_t −min(s_t A_t, clip(s_t)A_t), s_t = sg[s]·π/sg[π]. Zheng et al. 2025 (2507.18071), eq. 13."""
+    """1/B Σ_i 1/|o_i| Σ_t −min(s_t A_t, clip(s_t)A_t), s_t = sg[s]·π/sg[π]. Zheng et al. 2025
+    (2507.18071), eq. 13.
+    """
     return Objective(standardize, compose(per_sequence_token, _clip(low, high), sequence_mean))
 
 
@@ -144,16 +169,22 @@ def luspo(*, low: float = 3e-4, high: float = 4e-4) -> Objective:
 
 
 def gmpo(*, low: float = 0.4, high: float = 0.4) -> Objective:
-    """1/B Σ_i −A·exp(mean_t clip(log r)), clipped by the sign of A. Zhao et al. 2025 (2507.20673)."""
+    """1/B Σ_i −A·exp(mean_t clip(log r)), clipped by the sign of A. Zhao et al. 2025
+    (2507.20673).
+    """
     _not_negative(low=low, high=high)
     ratio = functools.partial(geometric, low=low, high=high)
     return Objective(standardize, compose(ratio, unclipped, sequence_mean))
 
 
 def cispo(*, low: float = 1.0, high: float = 4.0) -> Objective:
-    """1/Σ|o_i| Σ_i Σ_t −sg[clip(r, 1−low, 1+high)]·A·log π. MiniMax 2025 (2506.13585), eqs. 4 and 5."""
+    """1/Σ|o_i| Σ_i Σ_t −sg[clip(r, 1−low, 1+high)]·A·log π. MiniMax 2025 (2506.13585), eqs. 4 and
+    5.
+    """
     _not_negative(low=low, high=high)
-    return Objective(standardize, compose(per_token, functools.partial(weighted, low=low, high=high), token_mean))
+    return Objective(
+        standardize, compose(per_token, functools.partial(weighted, low=low, high=high), token_mean)
+    )
 
 
 def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective:
@@ -163,52 +194,77 @@ def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective:
     return Objective(standardize, compose(per_token, surrogate, sequence_mean))
 
 
-def vespo(*, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0) -> Objective:
+def vespo(
+    *, k_pos: float = 2.0, lam_pos: float = 3.0, k_neg: float = 3.0, lam_neg: float = 2.0
+) -> Objective:
     """1/Σ|o_i| Σ_i Σ_t −sg[W^k e^{λ(1−W)}]·A·log π, W = Π_t r_t. VESPO, 2602.10693."""
     options = {"k_pos": k_pos, "lam_pos": lam_pos, "k_neg": k_neg, "lam_neg": lam_neg}
     _positive(**options)
-    return Objective(standardize, compose(product_token, functools.partial(gamma_weighted, **options), token_mean))
+    return Objective(
+        standardize,
+        compose(product_token, functools.partial(gamma_weighted, **options), token_mean),
+    )
 
 
 def dppo(*, delta: float = 0.15) -> Objective:
-    """1/Σ|o_i| Σ_i Σ_t −r·A outside of which |π − π_old| > δ drops the token. Qi et al. 2026 (DPPO-TV, 2602.04879)."""
+    """1/Σ|o_i| Σ_i Σ_t −r·A outside of which |π − π_old| > δ drops the token. Qi et al. 2026
+    (DPPO-TV, 2602.04879).
+    """
     return tv_mask(Objective(standardize, compose(per_token, unclipped, token_mean)), delta=delta)
 
 
 def topr() -> Objective:
-    """1/B Σ_i Σ_t −w·A·log π, w = 1 for A ≥ 0 and sg[min(W, 1)] below. Roux et al. 2025 (2503.14286)."""
+    """1/B Σ_i Σ_t −w·A·log π, w = 1 for A ≥ 0 and sg[min(W, 1)] below. Roux et al. 2025
+    (2503.14286).
+    """
     return Objective(center, compose(product_token, tapered, sequence_sum))
 
 
 def kimi(*, tau: float = 1.0) -> Objective:
-    """1/B Σ_i −A·log W + τ/2·(log W)², W = Π_t r_t, A = R − mean. Kimi k1.5 2025 (2501.12599), eq. 3."""
+    """1/B Σ_i −A·log W + τ/2·(log W)², W = Π_t r_t, A = R − mean. Kimi k1.5 2025 (2501.12599), eq.
+    3.
+    """
     _positive(tau=tau)
     return Objective(center, compose(product, functools.partial(mirror, tau=tau), sequence_mean))
 
 
 def lite_ppo(*, low: float = 0.2, high: float = 0.2) -> Objective:
-    """GRPO's clip, A = (R − mean_group)/std_batch, token mean, no KL. Liu et al. 2025 (2508.08221)."""
+    """GRPO's clip, A = (R − mean_group)/std_batch, token mean, no KL. Liu et al. 2025
+    (2508.08221).
+    """
     return Objective(batch_scale, compose(per_token, _clip(low, high), token_mean))
 
 
 def maxrl(*, low: float = 0.2, high: float = 0.2) -> Objective:
-    """GRPO's clip, A = (R − μ)/μ, token mean, no KL: rare successes weigh more. MaxRL, 2602.02710."""
+    """GRPO's clip, A = (R − μ)/μ, token mean, no KL: rare successes weigh more. MaxRL,
+    2602.02710.
+    """
     return Objective(over_mean, compose(per_token, _clip(low, high), token_mean))
 
 
 def pass_at_k(*, k: int = 4, low: float = 0.2, high: float = 0.2) -> Objective:
-    """GRPO's clip, the advantage of "at least one of k", token mean, no KL. Chen et al. 2025 (2508.10751)."""
+    """GRPO's clip, the advantage of "at least one of k", token mean, no KL. Chen et al. 2025
+    (2508.10751).
+    """
     _whole(k=k)
     advantage = functools.partial(pass_at_k_advantage, k=k)
     return Objective(advantage, compose(per_token, _clip(low, high), token_mean))
 
 
 def gdpo(
-    *, weights: Sequence[float] | None = None, low: float = 0.2, high: float = 0.2, beta: float = 0.04
+    *,
+    weights: Sequence[float] | None = None,
+    low: float = 0.2,
+    high: float = 0.2,
+    beta: float = 0.04,
 ) -> Objective:
-    """GRPO on several rewards (reward_PNG), each standardized on its own. Liu et al. 2026 (2601.05242)."""
+    """GRPO on several rewards (reward_PNG), each standardized on its own. Liu et al. 2026
+    (2601.05242).
+    """
     weights = None if weights is None else tuple(weights)
-    return grpo(low=low, high=high, beta=beta)._replace(advantage=functools.partial(per_reward, weights=weights))
+    return grpo(low=low, high=high, beta=beta)._replace(
+        advantage=functools.partial(per_reward, weights=weights)
+    )
 
 
 def _sequence_reinforce() -> Loss:
@@ -216,19 +272,26 @@ def _sequence_reinforce() -> Loss:
 
 
 def opo() -> Objective:
-    """1/B Σ_i Σ_t −A·log π, A = R − the length-weighted mean, on policy. Hao et al. 2025 (2505.23585)."""
+    """1/B Σ_i Σ_t −A·log π, A = R − the length-weighted mean, on policy. Hao et al. 2025
+    (2505.23585).
+    """
     return Objective(raw, _sequence_reinforce(), preparations.length_weighted_baseline)
 
 
 def rloo(*, low: float | None = None, high: float | None = None, beta: float = 0.0) -> Objective:
     """1/B Σ_i Σ_t −A·log π, A leave-one-out, β·KL in the reward. Ahmadian et al. 2024 (2402.14740).
 
-    `low` and `high` clip the ratio of the sequence instead: 1/B Σ_i −min(WA, clip(W)A), for several epochs.
+    `low` and `high` clip the ratio of the sequence instead: 1/B Σ_i −min(WA, clip(W)A), for several
+    epochs.
     """
     if (low is None) != (high is None):
-        raise ValueError(f"rloo takes low and high together, or neither, got low={low}, high={high}.")
+        raise ValueError(
+            f"rloo takes low and high together, or neither, got low={low}, high={high}."
+        )
     _not_negative(beta=beta)
-    loss = _sequence_reinforce() if low is None else compose(product, _clip(low, high), sequence_mean)
+    loss = (
+        _sequence_reinforce() if low is None else compose(product, _clip(low, high), sequence_mean)
+    )
     objective = Objective(leave_one_out, loss)
     return kl_in_reward(objective, beta=beta) if _is_on(beta) else objective
 
@@ -251,8 +314,12 @@ def reinforce(*, gamma: float = 1.0, beta: float = 0.0) -> Objective:
     return Objective(raw, _sequence_reinforce(), _token_returns(beta, returns))
 
 
-def reinforce_baseline(*, gamma: float = 1.0, beta: float = 0.0, value_coef: float = 0.5) -> Objective:
-    """1/B Σ_i Σ_t −(G_t − V_t)·log π + value_coef·½(V − G)²: a critic as the baseline. Williams 1992, §4."""
+def reinforce_baseline(
+    *, gamma: float = 1.0, beta: float = 0.0, value_coef: float = 0.5
+) -> Objective:
+    """1/B Σ_i Σ_t −(G_t − V_t)·log π + value_coef·½(V − G)²: a critic as the baseline. Williams
+    1992, §4.
+    """
     _positive(value_coef=value_coef)
     objective = reinforce(gamma=gamma, beta=beta)
     objective = objective._replace(prepare=_after(objective.prepare, preparations.minus_value))
@@ -260,7 +327,9 @@ def reinforce_baseline(*, gamma: float = 1.0, beta: float = 0.0, value_coef: flo
 
 
 def reinforce_pp(*, low: float = 0.2, high: float = 0.2, beta: float = 0.01) -> Objective:
-    """PPO's clip with A_t = R − β Σ_{i≥t} k1_i, whitened over the batch's tokens. Hu 2025 (2501.03262)."""
+    """PPO's clip with A_t = R − β Σ_{i≥t} k1_i, whitened over the batch's tokens. Hu 2025
+    (2501.03262).
+    """
     _not_negative(beta=beta)
     prepare = _token_returns(beta, preparations.reward_to_go, preparations.whiten_tokens)
     return Objective(raw, compose(per_token, _clip(low, high), token_mean), prepare)
@@ -268,7 +337,9 @@ def reinforce_pp(*, low: float = 0.2, high: float = 0.2, beta: float = 0.01) -> 
 
 def reinforce_pp_baseline(*, low: float = 0.2, high: float = 0.2, beta: float = 0.01) -> Objective:
     """PPO's clip + β k2, A = R − mean_group, whitened over the batch. Hu 2025 (2501.03262)."""
-    return Objective(batch_whiten, compose(per_token, _clip(low, high), token_mean, divergence=k2, beta=beta))
+    return Objective(
+        batch_whiten, compose(per_token, _clip(low, high), token_mean, divergence=k2, beta=beta)
+    )
 
 
 def ppo(
@@ -282,7 +353,8 @@ def ppo(
     beta: float = 0.05,
     entropy_coef: float = 0.0,
 ) -> Objective:
-    """PPO with a critic: GAE(γ, λ), whitened; value loss; β·KL in the reward. Schulman et al. 2017 (1707.06347), eq. 9.
+    """PPO with a critic: GAE(γ, λ), whitened; value loss; β·KL in the reward. Schulman et al. 2017
+    (1707.06347), eq. 9.
 
     For language models after Ouyang et al. 2022 (2203.02155): 1/Σ|o_i| Σ_i Σ_t.
     """

@@ -16,17 +16,27 @@ def never(step: Array, params: Params, reference: Params) -> Params:
 
 
 def every(step: Array, params: Params, reference: Params, *, interval: int) -> Params:
-    """π_ref ← π_θ after each `interval` updates. Shao et al. 2024 (2402.03300), algorithm 1, iterative GRPO."""
-    return jax.tree.map(lambda new, old: jnp.where(step % interval == 0, new, old), params, reference)
+    """π_ref ← π_θ after each `interval` updates. Shao et al. 2024 (2402.03300), algorithm 1,
+    iterative GRPO.
+    """
+    return jax.tree.map(
+        lambda new, old: jnp.where(step % interval == 0, new, old), params, reference
+    )
 
 
 def ema(step: Array, params: Params, reference: Params, *, decay: float) -> Params:
-    """π_ref ← decay·π_ref + (1 − decay)·π_θ, in the space of parameters. Gorbatovski et al. 2024 (2404.09656)."""
+    """π_ref ← decay·π_ref + (1 − decay)·π_θ, in the space of parameters. Gorbatovski et al. 2024
+    (2404.09656).
+    """
     del step
-    return jax.tree.map(lambda new, old: (decay * old + (1 - decay) * new).astype(old.dtype), params, reference)
+    return jax.tree.map(
+        lambda new, old: (decay * old + (1 - decay) * new).astype(old.dtype), params, reference
+    )
 
 
-def adaptive_beta(beta: Array, kl: Array, *, target: float, rate: float = 0.1, limit: float = 0.2) -> Array:
+def adaptive_beta(
+    beta: Array, kl: Array, *, target: float, rate: float = 0.1, limit: float = 0.2
+) -> Array:
     """β ← β·(1 + rate·clip(KL/target − 1, ±limit)). Ziegler et al. 2019 (1909.08593), §2.2.
 
     `kl` is that of the last batch, in the unit of `target` (nats a sequence, or nats a token).

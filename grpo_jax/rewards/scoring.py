@@ -1,10 +1,10 @@
 """Calls reward functions by their signature and gathers what they return.
 
-A reward is `reward(prompt, completion, **any column it names)` and returns a number, a bool, `None` for "cannot be
-scored", or, as a process reward, a list of `(end, reward)` steps: `end` is how many characters of the completion have
-been written when the step is complete. Functions of whole batches are wrapped by `batched` or `trl_style`.
-Left out on purpose: guessing. A function that takes what the rows do not have, or returns what is no reward, is an
-error; "cannot be scored" is never a zero.
+A reward is `reward(prompt, completion, **any column it names)` and returns a number, a bool, `None`
+for "cannot be scored", or, as a process reward, a list of `(end, reward)` steps: `end` is how many
+characters of the completion have been written when the step is complete. Functions of whole batches
+are wrapped by `batched` or `trl_style`. Left out on purpose: guessing. A function that takes what
+the rows do not have, or returns what is no reward, is an error; "cannot be scored" is never a zero.
 """
 
 import inspect
@@ -24,9 +24,9 @@ Steps = tuple[tuple[int, float], ...]
 class Scores(NamedTuple):
     """Rewards of P prompts, G completions each, under N functions. NaN is "cannot be scored".
 
-    `reward_PG` is `combine(reward_PGN, weights)`. `steps_PGN[p][g][n]` holds the steps of a process reward as
-    `(end in characters, reward)`, else `None`; its entry in `reward_PGN` is their sum. `failed_N` counts the NaNs that
-    stand for an exception or an invalid value.
+    `reward_PG` is `combine(reward_PGN, weights)`. `steps_PGN[p][g][n]` holds the steps of a process
+    reward as `(end in characters, reward)`, else `None`; its entry in `reward_PGN` is their sum.
+    `failed_N` counts the NaNs that stand for an exception or an invalid value.
     """
 
     reward_PG: np.ndarray
@@ -47,16 +47,28 @@ class Batched:
     plural: bool = False
     conversational: bool = False
 
-    def __call__(self, prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row]) -> list:
-        """One value for each completion. Raises RewardError where the function returns another number of them."""
-        columns = {name: [row[name] for row in rows] for name in rows[0] if all(name in row for row in rows)}
+    def __call__(
+        self, prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row]
+    ) -> list:
+        """One value for each completion. Raises RewardError where the function returns another
+        number of them.
+        """
+        columns = {
+            name: [row[name] for row in rows]
+            for name in rows[0]
+            if all(name in row for row in rows)
+        }
         if self.conversational:
             prompts = [[{"role": "user", "content": text}] for text in prompts]
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         own = ("prompts", "completions") if self.plural else ("prompt", "completion")
         columns = columns | dict(zip(own, (list(prompts), list(completions)), strict=True))
         values = self.fn(**arguments(self.fn, columns))
-        got = len(values) if isinstance(values, list | tuple | np.ndarray) and np.ndim(values) != 0 else None
+        got = (
+            len(values)
+            if isinstance(values, list | tuple | np.ndarray) and np.ndim(values) != 0
+            else None
+        )
         if got != len(completions):
             what = f"a single {type(values).__name__}" if got is None else f"{got} values"
             raise RewardError(
@@ -67,14 +79,17 @@ class Batched:
 
 
 def batched(fn: Reward) -> Batched:
-    """Adapts `fn(prompt, completion, column, ...) -> list`, where each argument is a list, one entry a completion."""
+    """Adapts `fn(prompt, completion, column, ...) -> list`, where each argument is a list, one
+    entry a completion.
+    """
     return Batched(fn)
 
 
 def trl_style(fn: Reward, *, conversational: bool = False) -> Batched:
     """Adapts a reward written for TRL: `fn(prompts, completions, **columns) -> list`.
 
-    With `conversational`, prompts and completions are passed as lists of one message, `[{"role", "content"}]`.
+    With `conversational`, prompts and completions are passed as lists of one message, `[{"role",
+    "content"}]`.
     """
     return Batched(fn, plural=True, conversational=conversational)
 
@@ -87,10 +102,11 @@ def reward_name(fn: Reward) -> str:
 
 
 def arguments(fn: Reward, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `values` that the signature of `fn` takes; all of them where it has `**kwargs`.
+    """The entries of `values` that the signature of `fn` takes; all of them where it has
+    `**kwargs`.
 
-    What a `partial` has bound stays bound, and a default is used where there is no such column. Raises ValueError,
-    naming the column and those there are, where an argument has neither.
+    What a `partial` has bound stays bound, and a default is used where there is no such column.
+    Raises ValueError, naming the column and those there are, where an argument has neither.
     """
     bound = fn.keywords if isinstance(fn, partial) else {}
     taken = {}
@@ -100,7 +116,9 @@ def arguments(fn: Reward, values: Mapping[str, Any]) -> dict[str, Any]:
         if parameter.kind is parameter.VAR_POSITIONAL or name in bound:
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ValueError(f"reward {reward_name(fn)!r} takes {name!r} by position only; it is called by names")
+            raise ValueError(
+                f"reward {reward_name(fn)!r} takes {name!r} by position only; it is called by names"
+            )
         if name in values:
             taken[name] = values[name]
         elif parameter.default is parameter.empty:
@@ -120,7 +138,9 @@ def call_reward(fn: Reward, row: Row, prompt: str, completion: str) -> Any:
 
 
 def check_reward(fn: Reward, row: Row) -> None:
-    """Raises ValueError if `fn` takes an argument that neither a completion nor `row` gives; calls nothing."""
+    """Raises ValueError if `fn` takes an argument that neither a completion nor `row` gives; calls
+    nothing.
+    """
     plural = isinstance(fn, Batched) and fn.plural
     own = ("prompts", "completions") if plural else ("prompt", "completion")
     arguments(fn.fn if isinstance(fn, Batched) else fn, {**row, **dict.fromkeys(own)})
@@ -138,10 +158,11 @@ def score(
 ) -> Scores:
     """Every completion under every reward function.
 
-    `rows[p]` are the columns of prompt p; `columns_PG` adds columns that differ between completions, such as their
-    length in tokens. An exception inside a reward, or a value that is no reward, raises RewardError with its place, or,
-    with `on_error="none"`, becomes NaN and is counted. Mistakes that would repeat for every row raise either way: a
-    missing column, a wrong number of prompts, completions or values.
+    `rows[p]` are the columns of prompt p; `columns_PG` adds columns that differ between
+    completions, such as their length in tokens. An exception inside a reward, or a value that is no
+    reward, raises RewardError with its place, or, with `on_error="none"`, becomes NaN and is
+    counted. Mistakes that would repeat for every row raise either way: a missing column, a wrong
+    number of prompts, completions or values.
     """
     if on_error not in ("raise", "none"):
         raise ValueError(f'on_error must be "raise" or "none", got {on_error!r}')
@@ -157,7 +178,8 @@ def score(
         for g in range(group)
     ]
     shape = (len(rows), group, len(functions))
-    reward_PGN, failed_N = np.full(shape, np.nan), np.zeros(len(functions), int)
+    reward_PGN = np.full(shape, np.nan)
+    failed_N = np.zeros(len(functions), int)
     steps_PGN: list = [[[None] * len(functions) for _ in range(group)] for _ in rows]
     for n, fn in enumerate(functions):
         for row in flat_rows[::group]:
@@ -181,12 +203,16 @@ def score(
 
 
 def combine(reward_PGN: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
-    """`Σ_n w_n R_n` over the rewards that are not NaN; NaN where all are. Weights are 1 by default."""
+    """`Σ_n w_n R_n` over the rewards that are not NaN; NaN where all are. Weights are 1 by
+    default.
+    """
     reward_PGN = np.asarray(reward_PGN, float)
     count = reward_PGN.shape[-1]
     weight_N = np.ones(count) if weights is None else np.asarray(weights, float)
     if weight_N.shape != (count,) or not np.isfinite(weight_N).all():
-        raise ValueError(f"expected {count} finite weights, one for each reward function, got {weights!r}")
+        raise ValueError(
+            f"expected {count} finite weights, one for each reward function, got {weights!r}"
+        )
     missing = np.isnan(reward_PGN)
     total = np.where(missing, 0.0, reward_PGN) @ weight_N
     return np.where(missing.all(-1), np.nan, total)
@@ -200,10 +226,14 @@ def _group_size(rows, prompts, completions_PG, columns_PG) -> int:
         )
     sizes = {len(completions) for completions in completions_PG}
     if len(sizes) != 1 or 0 in sizes:
-        raise ValueError(f"every group must have the same number of completions, at least one; got {sorted(sizes)}")
+        raise ValueError(
+            f"every group must have the same number of completions, at least one; got {sorted(sizes)}"
+        )
     for name, column in columns_PG.items():
         if len(column) != len(rows) or {len(values) for values in column} != sizes:
-            raise ValueError(f"column {name!r} must have one value for each of {len(rows)} × {min(sizes)} completions")
+            raise ValueError(
+                f"column {name!r} must have one value for each of {len(rows)} × {min(sizes)} completions"
+            )
     return sizes.pop()
 
 
@@ -226,15 +256,24 @@ def _outcomes(fn: Reward, rows, prompts, completions) -> list:
 
 
 def _checked(outcome: Any, completion: str) -> tuple[float, Steps | None]:
-    """The reward as a float with its steps; NaN for `None` and for a process reward without any step."""
+    """The reward as a float with its steps; NaN for `None` and for a process reward without any
+    step.
+    """
     if outcome is None:
         return math.nan, None
     if not isinstance(outcome, list | tuple):
         return _number(outcome), None
-    steps, previous = [], 0
+    steps = []
+    previous = 0
     for step in outcome:
-        if not isinstance(step, list | tuple) or len(step) != 2 or not isinstance(step[0], int | np.integer):
-            raise TypeError(f"a process reward is a list of (end position, reward), got the entry {step!r}")
+        if (
+            not isinstance(step, list | tuple)
+            or len(step) != 2
+            or not isinstance(step[0], int | np.integer)
+        ):
+            raise TypeError(
+                f"a process reward is a list of (end position, reward), got the entry {step!r}"
+            )
         if not previous < step[0] <= len(completion):
             raise ValueError(
                 f"step ends must grow within 1 … {len(completion)} characters, got {step[0]} after {previous}"
@@ -245,8 +284,12 @@ def _checked(outcome: Any, completion: str) -> tuple[float, Steps | None]:
 
 
 def _number(value: Any) -> float:
-    if not isinstance(value, bool | int | float | np.bool_ | np.number) or isinstance(value, np.complexfloating):
-        raise TypeError(f"a reward is a number, a bool or None, got {type(value).__name__} {value!r}")
+    if not isinstance(value, bool | int | float | np.bool_ | np.number) or isinstance(
+        value, np.complexfloating
+    ):
+        raise TypeError(
+            f"a reward is a number, a bool or None, got {type(value).__name__} {value!r}"
+        )
     if not math.isfinite(value):
         raise ValueError(f'a reward is finite, got {value!r}; return None for "cannot be scored"')
     return float(value)

@@ -1,9 +1,10 @@
 """A bike shop's questions that need arithmetic, made from a seed, in five levels of difficulty.
 
-Every price is `days · Σ count·rate`, less a percentage, plus a fee; a level says which of these a question has. All
-amounts are whole cents in integer arithmetic, so an answer is exact. The numbers of a question depend on the seed and
-the level alone: both wordings ask the same ones. Left out on purpose: sizes drawn from a hidden pool on disk, and
-`random` methods other than `random()`, whose sequence alone is the same in every Python version.
+Every price is `days · Σ count·rate`, less a percentage, plus a fee; a level says which of these a
+question has. All amounts are whole cents in integer arithmetic, so an answer is exact. The numbers
+of a question depend on the seed and the level alone: both wordings ask the same ones. Left out on
+purpose: sizes drawn from a hidden pool on disk, and `random` methods other than `random()`, whose
+sequence alone is the same in every Python version.
 """
 
 from collections.abc import Callable
@@ -40,7 +41,9 @@ class Problem(NamedTuple):
 
 
 class Form(NamedTuple):
-    """One kind of problem: the range of each of its numbers, and how they make a problem for given vehicles."""
+    """One kind of problem: the range of each of its numbers, and how they make a problem for given
+    vehicles.
+    """
 
     ranges: tuple[range, ...]
     build: Callable[..., Problem]
@@ -58,9 +61,13 @@ def _several(numbers, vehicles) -> Problem:
 
 
 def _two_kinds(numbers, vehicles) -> Problem:
-    # The second kind costs `more` than the first, so that no problem is another one in a different order.
+    # The second kind costs `more` than the first, so that no problem is another one in a different
+    # order.
     days, count, rate, other_count, more, *percent = numbers
-    items = (Item(count, vehicles[0], 100 * rate), Item(other_count, vehicles[1], 100 * (rate + more)))
+    items = (
+        Item(count, vehicles[0], 100 * rate),
+        Item(other_count, vehicles[1], 100 * (rate + more)),
+    )
     return Problem(items, days, *percent)
 
 
@@ -81,12 +88,23 @@ LEVELS: dict[int, tuple[Form, ...]] = {
     ),
     4: (
         Form((range(2, 15), range(1, 7), range(3, 41), PERCENTS), _several),
-        Form((range(2, 11), range(1, 5), range(3, 21), range(1, 5), range(1, 13), PERCENTS), _two_kinds),
+        Form(
+            (range(2, 11), range(1, 5), range(3, 21), range(1, 5), range(1, 13), PERCENTS),
+            _two_kinds,
+        ),
     ),
     # Half dollars less a multiple of ten per cent are whole cents.
     5: (
         Form(
-            (range(2, 15), range(1, 7), range(7, 61), range(1, 7), range(1, 31), range(10, 60, 10), range(2, 21)),
+            (
+                range(2, 15),
+                range(1, 7),
+                range(7, 61),
+                range(1, 7),
+                range(1, 31),
+                range(10, 60, 10),
+                range(2, 21),
+            ),
             _everything,
         ),
     ),
@@ -94,16 +112,23 @@ LEVELS: dict[int, tuple[Form, ...]] = {
 
 
 def pricing(
-    *, level: int = 1, seed: int = 0, train_size: int = 2048, held_out_size: int = 512, wording: str = "natural"
+    *,
+    level: int = 1,
+    seed: int = 0,
+    train_size: int = 2048,
+    held_out_size: int = 512,
+    wording: str = "natural",
 ) -> Task:
-    """A bike shop's questions: level 1 is days × rate with small numbers, 2 with larger ones, 3 has several vehicles,
-    4 a percentage discount, 5 everything, with a fee, cents, and sentences that do not matter.
+    """A bike shop's questions: level 1 is days × rate with small numbers, 2 with larger ones, 3 has
+    several vehicles, 4 a percentage discount, 5 everything, with a fee, cents, and sentences that
+    do not matter.
 
-    No two rows, trained or held out, have the same content: the kind of problem and all its numbers (at level 1, where
-    there are just 154 pairs of numbers, also the vehicle). Held-out rows are drawn first, so that they do not depend on
-    `train_size`. `wording` is "natural", for a language model, or "terse", a few dozen bytes for a model of bytes.
-    A row has question, answer (dollars, as a string), working and level. Raises ValueError for a level or wording
-    that does not exist and for more rows than a level has.
+    No two rows, trained or held out, have the same content: the kind of problem and all its numbers
+    (at level 1, where there are just 154 pairs of numbers, also the vehicle). Held-out rows are
+    drawn first, so that they do not depend on `train_size`. `wording` is "natural", for a language
+    model, or "terse", a few dozen bytes for a model of bytes. A row has question, answer (dollars,
+    as a string), working and level. Raises ValueError for a level or wording that does not exist
+    and for more rows than a level has.
     """
     if level not in LEVELS:
         raise ValueError(f"level must be one of {', '.join(map(str, LEVELS))}, got {level!r}")
@@ -112,7 +137,9 @@ def pricing(
     if seed < 0:
         raise ValueError(f"seed must not be negative, got {seed}")
     if train_size < 1 or held_out_size < 0:
-        raise ValueError(f"train_size must be at least 1 and held_out_size 0, got {train_size} and {held_out_size}")
+        raise ValueError(
+            f"train_size must be at least 1 and held_out_size 0, got {train_size} and {held_out_size}"
+        )
     size = train_size + held_out_size
     if size > capacity(level):
         raise ValueError(
@@ -122,8 +149,11 @@ def pricing(
     problems = _problems(level, size, Random(10 * seed + level))
     words = Random(10 * seed)
     rows = [_row(problem, level, words, wording) for problem in problems]
-    prompt, target = WORDINGS[wording].prompt, WORDINGS[wording].target
-    return Task("pricing", rows[held_out_size:], rows[:held_out_size], prompt, number_reward, target)
+    prompt = WORDINGS[wording].prompt
+    target = WORDINGS[wording].target
+    return Task(
+        "pricing", rows[held_out_size:], rows[:held_out_size], prompt, number_reward, target
+    )
 
 
 def capacity(level: int) -> int:
@@ -146,7 +176,8 @@ def money(cents: int) -> str:
 
 def working(problem: Problem) -> list[str]:
     """The price in steps of one operation, each `left=right`; the last right side is the price."""
-    steps, subtotals = [], []
+    steps = []
+    subtotals = []
     for item in problem.items:
         subtotals.append(item.count * item.rate)
         if item.count > 1:
@@ -179,8 +210,12 @@ def _pick(rng: Random, options):
 
 
 def _problems(level: int, size: int, rng: Random) -> list[Problem]:
-    """`size` problems without a repeated content; each form of the level is drawn equally often while it lasts."""
-    forms, seen, problems = LEVELS[level], set(), []
+    """`size` problems without a repeated content; each form of the level is drawn equally often
+    while it lasts.
+    """
+    forms = LEVELS[level]
+    seen = set()
+    problems = []
     while len(problems) < size:
         which = _below(rng, len(forms))
         form = forms[which]
@@ -216,10 +251,14 @@ def _terse_question(problem: Problem, level: int, words: Random) -> str:
     """As short as it gets: `tandem $7/day, 3 days?`"""
     counts = any(item.count > 1 for item in problem.items)
     items = " + ".join(
-        f"{item.count} {item.vehicle} ${money(item.rate)}" if counts else f"{item.vehicle} ${money(item.rate)}"
+        f"{item.count} {item.vehicle} ${money(item.rate)}"
+        if counts
+        else f"{item.vehicle} ${money(item.rate)}"
         for item in problem.items
     )
-    question = _pick(words, ("{items}/day, {days} days", "{days} days, {items}", "{items}, {days} days"))
+    question = _pick(
+        words, ("{items}/day, {days} days", "{days} days, {items}", "{items}, {days} days")
+    )
     extras = (f", {problem.percent}% off" if problem.percent else "") + (
         f", fee ${money(problem.fee)}" if problem.fee else ""
     )
@@ -256,7 +295,11 @@ DISTRACTORS = (
     "{n} other customers are waiting.",
     "Last year {name} cycled {n} miles.",
 )
-QUESTIONS = ("How much does it cost in total?", "What is the total price?", "What does {name} pay in total?")
+QUESTIONS = (
+    "How much does it cost in total?",
+    "What is the total price?",
+    "What does {name} pay in total?",
+)
 
 
 def _natural_question(problem: Problem, level: int, words: Random) -> str:

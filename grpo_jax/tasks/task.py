@@ -1,4 +1,6 @@
-"""What a task is: its rows, how a row is asked, how an answer is scored, and what a right answer looks like."""
+"""What a task is: its rows, how a row is asked, how an answer is scored, and what a right answer
+looks like.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,8 +12,8 @@ Message = dict[str, str]
 class Task(NamedTuple):
     """Rows to train on, rows never trained on, and functions of a row.
 
-    `prompt(row)` is a chat as messages, `reward` a function of strings that is called by its signature, `target(row)`
-    a right completion, for a supervised warm-up.
+    `prompt(row)` is a chat as messages, `reward` a function of strings that is called by its
+    signature, `target(row)` a right completion, for a supervised warm-up.
     """
 
     name: str

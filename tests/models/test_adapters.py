@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from nnx_toy import Averager
-
+from grpo_jax.inference.generate import generate
+from grpo_jax.inference.logprobs import completion_logp
 from grpo_jax.models import from_apply, from_nnx
-from grpo_jax.policy import completion_logp
-from grpo_jax.sampler import generate
 from grpo_jax.types import Prompts
+
+from nnx_toy import Averager
 
 G, T = 3, 5
 

@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
-
-from grpo_jax import hlo
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.models.attention import attend, attend_causal
 from grpo_jax.models.decoder import remat_that_fits, rope_frequencies
+from grpo_jax.plan import hlo
+
+from conftest import TINY
 
 VARIANTS = {
     "plain": TINY,

@@ -16,16 +16,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY
-
-from grpo_jax import devices
-from grpo_jax.devices import SINGLE, pmapped, sharded
-from grpo_jax.models import decoder, fused_cuda, fused_tpu
+from grpo_jax.models import decoder
 from grpo_jax.models.attention import attend_causal
-from grpo_jax.models.fused import AXES, with_fused_attention
-from grpo_jax.models.fused_cuda import Kernel, available, takes
-from grpo_jax.models.fused_tpu import Together, attend_together, block_size
-from grpo_jax.parallel import batch_shardings, gather, make_mesh, param_shardings, spread
+from grpo_jax.models.kernels import fused_cuda, fused_tpu
+from grpo_jax.models.kernels.fused import AXES, with_fused_attention
+from grpo_jax.models.kernels.fused_cuda import Kernel, available, takes
+from grpo_jax.models.kernels.fused_tpu import Together, attend_together, block_size
+from grpo_jax.parallel import backends
+from grpo_jax.parallel.backends import SINGLE, pmapped, sharded
+from grpo_jax.parallel.sharding import batch_shardings, gather, make_mesh, param_shardings, spread
+
+from conftest import TINY
 
 interpreted = partial(attend_together, interpret=True)
 
@@ -213,13 +214,15 @@ def test_blocks_are_not_above_a_completion_and_pad_little():
 def batch(packed):
     draw = lambda seed, *shape: jax.random.randint(jax.random.key(seed), shape, 0, TINY.vocab_size, jnp.int32)
     mask_PS = jnp.arange(9) >= jnp.array([[0], [4]])
-    place_PN = jnp.array([[0, 1, 5, 6, 7, 10, 15], [0, 5, 6, 10, 11, 12, 13]]) if packed else None  # 15 is no place
-    return draw(1, 2, 9), mask_PS, draw(2, 2, 3, 5), place_PN
+    token_index_PN = (
+        jnp.array([[0, 1, 5, 6, 7, 10, 15], [0, 5, 6, 10, 11, 12, 13]]) if packed else None
+    )  # 15 is no place
+    return draw(1, 2, 9), mask_PS, draw(2, 2, 3, 5), token_index_PN
 
 
-def loss(model, params, tokens_PS, mask_PS, tokens_PGT, place_PN):
-    prompt, group = model.together(params, tokens_PS, mask_PS, tokens_PGT, place_PN)
-    used = jnp.ones(group.shape[:2]) if place_PN is None else place_PN < 15
+def loss(model, params, tokens_PS, mask_PS, tokens_PGT, token_index_PN):
+    prompt, group = model.together(params, tokens_PS, mask_PS, tokens_PGT, token_index_PN)
+    used = jnp.ones(group.shape[:2]) if token_index_PN is None else token_index_PN < 15
     read = prompt * mask_PS[..., None], group * used[..., None]
     return sum(jnp.sum(jnp.sin(3 * x)) for x in read), read
 
@@ -305,7 +308,7 @@ def test_cudnn_is_available_where_its_kernels_are_right(monkeypatch, cudnn, capa
 @pytest.mark.parametrize("where", [SINGLE, pmapped(1), sharded(make_mesh())], ids=lambda where: where.name)
 def test_every_way_to_run_asks_its_device(monkeypatch, where):
     asked = []
-    monkeypatch.setattr(devices, "with_fused_attention", lambda model, device, *_: asked.append(device) or model)
+    monkeypatch.setattr(backends, "with_fused_attention", lambda model, device, *_: asked.append(device) or model)
     where.for_training(decoder(TINY))
     assert asked == [jax.devices()[0]]
 

@@ -11,10 +11,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from grpo_jax.models import DecoderConfig, decoder, hub, load_pretrained, save_pretrained
 from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
-
-from grpo_jax.models import DecoderConfig, decoder, hub, load_pretrained, save_pretrained
 
 TINY = DecoderConfig(
     vocab_size=61,

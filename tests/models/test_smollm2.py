@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import regex
 import torch
+from experiments import smollm2
 from gguf import GGUFReader
+from grpo_jax.inference.generate import generate
+from grpo_jax.inference.tokenizer import HFTokenizer, pad_prompts
+from grpo_jax.models import DecoderConfig, load_pretrained, save_pretrained
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from experiments import smollm2
-from grpo_jax.models import DecoderConfig, load_pretrained, save_pretrained
-from grpo_jax.sampler import generate
-from grpo_jax.tokenizer import HFTokenizer, pad_prompts
 
 SYSTEM = "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
 TEXTS = [

@@ -6,10 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import objective_batches as batches
-import oracle
 import pytest
-
 from grpo_jax.objectives import (
     PRESETS,
     Objective,
@@ -44,6 +41,9 @@ from grpo_jax.objectives import (
     unclipped,
 )
 from grpo_jax.types import Mean, Sample
+
+import objective_batches as batches
+import oracle
 
 clip = functools.partial(clipped, low=0.2, high=0.28)
 
@@ -269,7 +269,7 @@ def test_diagnostics_count_what_is_clipped():
     shown = {name: float(x.value()) for name, x in diagnostics(objective, old + log_ratio, samples).items()}
     # A > 0 is clipped at 1.5 alone; A < 0 at .5 and .7.
     expected = {"clip_fraction": 3 / 8, "clip_low": 2 / 8, "clip_high": 1 / 8, "zero_advantage": 0.0, "entropy": 1.0}
-    expected |= {"sampler_gap": 0.1, "ratio": float(jnp.mean(jnp.exp(log_ratio)))}
+    expected |= {"sampler_logp_diff": 0.1, "ratio": float(jnp.mean(jnp.exp(log_ratio)))}
     expected["kl"] = float(jnp.mean(k3(log_ratio, 0.0)))
     assert shown == pytest.approx(expected, abs=1e-6)
     silent = diagnostics(objective, old + log_ratio, samples._replace(adv=jnp.zeros((1, 2))))

@@ -6,10 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import objective_batches as batches
-import oracle
 import pytest
-
 from grpo_jax.objectives import (
     Objective,
     batch_loss,
@@ -35,6 +32,9 @@ from grpo_jax.objectives import (
     value_loss,
     weighted_k3,
 )
+
+import objective_batches as batches
+import oracle
 
 STOPPED = np.arange(15).reshape(3, 5) % 4 != 1
 AGE = np.arange(15).reshape(3, 5) % 3

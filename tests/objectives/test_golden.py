@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
 from grpo_jax.objectives import (
     Objective,
     batch_loss,

@@ -5,9 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import objective_batches as batches
 import pytest
-
 from grpo_jax.objectives import (
     PRESETS,
     Objective,
@@ -45,6 +43,8 @@ from grpo_jax.objectives import (
     truncated_is,
     unclipped,
 )
+
+import objective_batches as batches
 
 CORRECTED = {
     "tis": lambda: truncated_is(grpo(), cap=1.5),
@@ -151,7 +151,7 @@ def test_at_step_zero_every_ratio_is_one(name):
     shown = diagnostics(objective, samples.old_logp_T, samples)
     assert shown["ratio"].value() == 1
     assert shown["kl"].value() == 0
-    assert shown["sampler_gap"].value() == 0
+    assert shown["sampler_logp_diff"].value() == 0
     assert shown["clip_low"].total == shown["clip_high"].total == 0
 
 

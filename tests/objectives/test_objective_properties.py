@@ -6,11 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracle
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from grpo_jax.objectives import (
     batch_advantages,
     batch_loss,
@@ -29,6 +25,10 @@ from grpo_jax.objectives import (
 )
 from grpo_jax.objectives.advantages import center, leave_one_out, over_mean, pass_at_k_advantage, standardize
 from grpo_jax.types import Sample
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import oracle
 
 few = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 G, T = 5, 4

@@ -5,11 +5,11 @@ The scales of the log-ratios put tokens and sequences on both sides of every cli
 
 import jax
 import numpy as np
+import pytest
+from grpo_jax.objectives import PRESETS, batch_loss, diagnostics
+
 import objective_batches as batches
 import oracle
-import pytest
-
-from grpo_jax.objectives import PRESETS, batch_loss, diagnostics
 
 SCALES = (1.0, 1e-3, 4.0)
 WITH_STEPS = ("process_grpo", "reinforce", "reinforce_pp", "ppo")

@@ -2,7 +2,6 @@
 
 import jax.numpy as jnp
 import numpy as np
-
 from grpo_jax.objectives import adaptive_beta, ema, every, never
 
 NEW, OLD = {"w": jnp.array([2.0, 4.0])}, {"w": jnp.array([0.0, 0.0])}

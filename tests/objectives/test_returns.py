@@ -5,10 +5,7 @@ import math
 
 import jax.numpy as jnp
 import numpy as np
-import objective_batches as batches
-import oracle
 import pytest
-
 from grpo_jax.objectives import (
     Objective,
     at_last_token,
@@ -28,6 +25,9 @@ from grpo_jax.objectives import (
     weighted_sum,
     whiten_tokens,
 )
+
+import objective_batches as batches
+import oracle
 
 nan = math.nan
 close = functools.partial(np.testing.assert_allclose, atol=1e-6)

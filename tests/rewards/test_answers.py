@@ -3,7 +3,6 @@
 from decimal import Decimal
 
 import pytest
-
 from grpo_jax.rewards import last_number, number_reward, parse_number
 
 WRITTEN = {

@@ -3,7 +3,6 @@
 from functools import partial
 
 import pytest
-
 from grpo_jax.rewards import overlong, score
 
 

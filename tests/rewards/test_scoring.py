@@ -5,17 +5,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-
-from grpo_jax.rewards import (
-    RewardError,
-    batched,
-    call_reward,
-    check_reward,
-    combine,
-    reward_name,
-    score,
-    trl_style,
-)
+from grpo_jax.rewards import RewardError, batched, call_reward, check_reward, combine, reward_name, score, trl_style
 
 ROWS = [{"answer": "ab", "level": 1}, {"answer": "c", "level": 2}]
 PROMPTS = ["p0", "p1"]

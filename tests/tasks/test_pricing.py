@@ -6,7 +6,6 @@ import re
 from fractions import Fraction
 
 import pytest
-
 from grpo_jax.tasks import TASKS, Task, pricing
 from grpo_jax.tasks.pricing import LEVELS, VEHICLES, Item, Problem, capacity, money, price, working
 

@@ -1,0 +1,226 @@
+"""Text to token ids and back: bytes, Hugging Face tokenizers, and the left padding of prompts.
+
+A tokenizer is anything with the members of `Tokenizer`. Prompts go from messages to ids once, in
+`render`, and are never decoded and encoded again; completions go from ids to text once, in
+`decode`, for the rewards. Left out on purpose: truncation. A prompt that does not fit is an error
+that names it, because a shortened question is another question.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from grpo_jax.types import Prompts
+
+Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+CHAT_ENDS = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<end_of_turn>",
+    "<|end_of_turn|>",
+    "<|end|>",
+)
+
+
+@runtime_checkable
+class Tokenizer(Protocol):
+    """What the library asks of a tokenizer.
+
+    `encode` adds no special tokens, `decode` drops them and stops at nothing, `render` gives the
+    ids of a chat that the assistant continues. `stop_ids` are all ids that end a completion, not
+    just one of them.
+    """
+
+    vocab_size: int
+    pad_id: int
+    stop_ids: tuple[int, ...]
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+    def render(self, messages: Sequence[Message]) -> list[int]: ...
+
+
+class ByteTokenizer:
+    """UTF-8 bytes and three specials: 256 pads, 257 ends an assistant's message, 258 ends anybody
+    else's.
+
+    A chat is its contents in order, each closed by its special; roles other than the assistant's
+    look alike.
+    """
+
+    pad_id = 256
+    end_id = 257
+    separator_id = 258
+    vocab_size = 259
+    stop_ids = (257,)
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode("utf-8"))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of the bytes among `ids`; bytes that are no UTF-8, as in a cut character, become
+        U+FFFD.
+        """
+        return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        ids: list[int] = []
+        for message in _checked(messages):
+            ids += self.encode(message["content"])
+            ids.append(self.end_id if message["role"] == "assistant" else self.separator_id)
+        return ids
+
+
+class HFTokenizer:
+    """A Hugging Face tokenizer, from a folder or a Hub id; needs `transformers` but no PyTorch.
+
+    `stop_ids` gathers every id that ends a completion: `eos_token_id` (one or several) of
+    generation_config.json and config.json, the tokenizer's own, and the chat-end tokens in its
+    vocabulary. Nothing else is read from the generation config: its top-k, top-p and temperature
+    would change sampling behind the caller's back. Without a padding token a stop id pads; masks
+    come from lengths, so this is safe.
+    """
+
+    def __init__(self, path_or_id: str | Path):
+        from transformers import AutoTokenizer  # seconds to import, so only where it is used
+
+        try:
+            self.inner = AutoTokenizer.from_pretrained(str(path_or_id))
+        except (OSError, ValueError) as error:
+            raise ValueError(
+                f"no tokenizer at {str(path_or_id)!r}: expected a folder with tokenizer.json "
+                f"and tokenizer_config.json, or the id of a model on the Hugging Face Hub ({error})"
+            ) from error
+        self.vocab_size = len(self.inner)
+        self.stop_ids = _stop_ids(self.inner, str(path_or_id))
+        pad_id = self.inner.pad_token_id
+        self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
+        self._bos_id = _leading_bos(self.inner)
+
+    def encode(self, text: str) -> list[int]:
+        return self.inner.encode(text, add_special_tokens=False)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        # Cleaning up spaces would change text that a reward compares.
+        return self.inner.decode(
+            [int(i) for i in ids], skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """The chat template with the assistant's opening, or the bare contents, one a line, where
+        there is none.
+
+        A template writes its own special tokens, BOS included, so none is added to it. Bare text
+        starts with exactly one BOS where the tokenizer would add it.
+        """
+        messages = _checked(messages)
+        if self.inner.chat_template is not None:
+            text = self.inner.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=True
+            )
+            ids = self.encode(text)
+            bos_id = None
+        else:
+            ids = self.encode("\n".join(message["content"] for message in messages))
+            bos_id = self._bos_id
+        if bos_id is not None and ids[:1] != [bos_id]:
+            ids = [bos_id, *ids]
+        return ids
+
+
+def load_tokenizer(path_or_id: str | Path) -> Tokenizer:
+    """`"bytes"` is the `ByteTokenizer`; anything else a folder or Hub id of a Hugging Face
+    tokenizer.
+    """
+    return ByteTokenizer() if str(path_or_id) == "bytes" else HFTokenizer(path_or_id)
+
+
+def pad_prompts(
+    ids_list: Sequence[Sequence[int]], pad_id: int, *, length: int | None = None, multiple: int = 16
+) -> Prompts:
+    """Left-pads prompts to one width S: `length`, or the longest rounded up to a `multiple` (few
+    compiled shapes).
+
+    Returns NumPy arrays. The mask comes from lengths, so a real token equal to `pad_id` stays real.
+    Raises ValueError, naming the row, for an empty prompt and for one longer than `length`.
+    """
+    if not ids_list:
+        raise ValueError("no prompts: expected at least one list of token ids")
+    if multiple < 1:
+        raise ValueError(f"multiple must be at least 1, got {multiple}")
+    if length is not None and length < 1:
+        raise ValueError(f"length must be at least 1, got {length}")
+    longest = max(len(ids) for ids in ids_list)
+    width = -(-longest // multiple) * multiple if length is None else length
+    tokens_PS = np.full((len(ids_list), width), pad_id, np.int32)
+    mask_PS = np.zeros((len(ids_list), width), bool)
+    for row, ids in enumerate(ids_list):
+        if not len(ids):
+            raise ValueError(f"prompt {row} is empty: there is no token to continue from")
+        if len(ids) > width:
+            raise ValueError(
+                f"prompt {row} has {len(ids)} tokens, more than the {width} allowed; it is not shortened"
+            )
+        tokens_PS[row, width - len(ids) :] = ids
+        mask_PS[row, width - len(ids) :] = True
+    return Prompts(tokens_PS, mask_PS)
+
+
+def _checked(messages: Sequence[Message]) -> Sequence[Message]:
+    if isinstance(messages, str | Mapping) or not messages:
+        raise ValueError(
+            f'messages must be a non-empty list of {{"role", "content"}}, got {messages!r}'
+        )
+    for index, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise ValueError(
+                f'message {index} must have the keys "role" and "content", got {message!r}'
+            )
+    return messages
+
+
+def _leading_bos(inner) -> int | None:
+    """The BOS id, if this tokenizer puts it before plain text when asked for special tokens."""
+    ids = inner.encode("a", add_special_tokens=True)
+    return (
+        inner.bos_token_id
+        if inner.bos_token_id is not None and ids[:1] == [inner.bos_token_id]
+        else None
+    )
+
+
+def _stop_ids(inner, path_or_id: str) -> tuple[int, ...]:
+    vocabulary = inner.get_vocab()
+    found = {vocabulary[token] for token in CHAT_ENDS if token in vocabulary}
+    for ids in (
+        inner.eos_token_id,
+        _read_json(path_or_id, "generation_config.json").get("eos_token_id"),
+        _read_json(path_or_id, "config.json").get("eos_token_id"),
+    ):
+        found.update([ids] if isinstance(ids, int) else ids or [])
+    if not found:
+        raise ValueError(
+            f"the tokenizer at {path_or_id!r} names no token that ends a completion: "
+            "set eos_token in tokenizer_config.json or eos_token_id in generation_config.json"
+        )
+    return tuple(sorted(found))
+
+
+def _read_json(path_or_id: str, name: str) -> dict:
+    """A JSON file of a model folder or Hub id; empty where there is none."""
+    from transformers.utils import cached_file
+
+    path = cached_file(
+        path_or_id,
+        name,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return {} if path is None else json.loads(Path(path).read_text(encoding="utf-8"))

@@ -1,0 +1,1 @@
+"""Where programs run: shardings, back ends, processes, memory."""

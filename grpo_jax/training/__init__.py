@@ -1,0 +1,1 @@
+"""An iteration and its stages: batches, the update, the loop around them, evaluation."""
