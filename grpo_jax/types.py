@@ -59,14 +59,19 @@ class Prompts(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """What the sampler returns.
+    """What a sampler returns, and what a training loop adds to it.
 
     `mask_PGT` is true up to and including the stop token and comes from lengths, never from
     comparing ids. `logp_PGT` is the log-probability of each token under the distribution it was
     drawn from (temperature and filters included). `stopped_PG` is false where the length limit cut
-    the completion off ("truncated"). `token_index_PN`, made by `rollout.pack`, holds the places g·T
-    + t of a prompt's trained tokens in ascending order, then G·T as often as needed: training then
-    computes these N tokens a prompt instead of G·T. None: all of them.
+    the completion off ("truncated").
+
+    The loop adds `row_P`, the index of each prompt's row in the task, and `update_P`, how many
+    updates the policy had behind it that sampled the prompt's completions. None: unknown.
+
+    `token_index_PN`, made by `training.packing.pack`, holds the indices g·T + t of a prompt's
+    trained tokens in ascending order, then G·T as often as needed: training then computes these N
+    tokens a prompt instead of G·T. None: all of them.
     """
 
     prompts: Prompts
@@ -75,6 +80,8 @@ class Rollout(NamedTuple):
     logp_PGT: Array  # float32
     stopped_PG: Array  # bool
     token_index_PN: Array | None = None  # int32
+    row_P: Array | None = None  # int32
+    update_P: Array | None = None  # int32
 
 
 class Sample(NamedTuple):
@@ -124,3 +131,34 @@ class TrainState(NamedTuple):
     step: Array
     params: Params
     opt_state: Any
+
+
+class Weights(NamedTuple):
+    """The parameters that the stages of an iteration read.
+
+    `params` are those that are trained, `step` counts the updates they have behind them, and
+    `reference` is the reference policy, where the objective reads one.
+    """
+
+    params: Params
+    step: Array | int
+    reference: Params | None = None
+
+
+class RunState(NamedTuple):
+    """All that moves in a run: with it, a run goes on as if it had never stopped.
+
+    `iteration` counts finished iterations. `reference` is the reference policy, moving or not;
+    None where the objective reads none. `queue` holds what was sampled ahead for the next
+    iterations. `data` is where the task's rows stand, and whatever a `collect` of one's own keeps
+    between iterations: a tree of dicts, lists and arrays. `objective` is the state of an objective
+    that has one.
+    """
+
+    iteration: int
+    train: TrainState
+    key: Array
+    reference: Params | None = None
+    queue: tuple[Rollout, ...] = ()
+    data: Any = None
+    objective: Any = None

@@ -9,17 +9,17 @@ Left out on purpose: text, rewards, beams, and penalties that would make the sam
 another one than the trainer's.
 """
 
-import inspect
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.inference.logprobs import Sampling, filter_logits, token_logp
+from grpo_jax.inference.logprobs import filter_logits, token_logp
 from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.options import Generation
 from grpo_jax.types import Array, Params, Prompts, Rollout
 
 
@@ -54,117 +54,71 @@ def generate(
     key: Array,
     first_prompt: Array | int = 0,
     *,
-    group_size: int,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
+    generation: Generation = Generation(),
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
-    compact: int = 0,
-    decode_slots: int | None = None,
 ) -> Rollout:
-    """`group_size` completions of each prompt, at most `max_new_tokens` long.
+    """Samples `generation.group_size` completions of each prompt, at most `max_new_tokens` long.
 
     A completion ends with the first token in `stop_ids`, which belongs to it: `mask_PGT` covers it,
     and `stopped_PG` is true. Positions after it hold `pad_id` (which may equal a stop id).
     `logp_PGT` is each token's log-probability under the distribution it was drawn from, see
-    `policy.Sampling`; temperature 0 is greedy. `first_prompt` is the index of the first prompt in
-    the whole batch, for callers that hold a part of it.
+    `options.Sampling`; temperature 0 is greedy.
 
-    `compact` is in how many equal steps the batch may shrink as completions stop: with 3, a group
-    of 8 is computed as 8, 6, 4 and 2 of them, each once no prompt has more going. It changes no
-    token, and compiles the decoder once more each time.
-
-    `decode_slots` is how many completions of a prompt are computed at once, None for all of them:
-    the others wait, and take the seat of one that has ended (continuous batching). It changes no
-    token either; the cache holds `decode_slots` and not `group_size` completions of a prompt, and a
-    long completion keeps fewer stopped ones in the batch.
+    Two options of `generation` change what is computed and no token. With `compactions` 3, a group
+    of 8 is computed as 8, 6, 4 and 2 completions, each once no prompt has more going; the decoder
+    is compiled once more for each. With `decode_slots` n, n completions of a prompt are computed at
+    once, and the others wait for the slot of one that has ended (continuous batching): the cache
+    holds n completions, and a long one keeps fewer stopped ones in the batch.
 
     Compiled by itself, or as a part of what the caller compiles.
+
+    Args:
+      model: pure functions of one sequence.
+      params: the policy's parameters, in the layout of training or as `model.for_decoding` gives.
+      prompts: left-padded ids, one row a prompt.
+      key: the root of all noise; a token's depends on it and on the indices of prompt, completion
+        and token alone.
+      first_prompt: the index of the first prompt in the whole batch, for a caller with a part of it.
+      generation: how many completions of which length, from which distribution.
+      stop_ids: the ids that end a completion.
+      pad_id: the id that fills what follows.
+
+    Raises:
+      OptionError: an option is out of its range.
     """
-    options = _checked(
-        group_size,
-        max_new_tokens,
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        stop_ids,
-        pad_id,
-        compact,
-        decode_slots,
-    )
+    options = {"generation": generation.check(), "stop_ids": tuple(stop_ids), "pad_id": pad_id}
     inputs = (params, prompts, key, first_prompt)
     traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(inputs))
     return (_generate if traced else _compiled())(model, *inputs, **options)
 
 
 def lower(
-    model: LanguageModel, params: Params, prompts: Prompts, key: Array, first_prompt=0, **options
-) -> Any:
+    model: LanguageModel,
+    params: Params,
+    prompts: Prompts,
+    key: Array,
+    first_prompt: Array | int = 0,
+    *,
+    generation: Generation = Generation(),
+    stop_ids: tuple[int, ...] = (),
+    pad_id: int = 0,
+) -> jax.stages.Lowered:
     """`generate.lower(...)`: the program of a call, not compiled yet, as of any jitted function."""
-    known = inspect.signature(generate).bind(model, params, prompts, key, first_prompt, **options)
-    known.apply_defaults()
-    return _compiled().lower(*known.args, **_checked(**known.kwargs))
+    options = {"generation": generation.check(), "stop_ids": tuple(stop_ids), "pad_id": pad_id}
+    return _compiled().lower(model, params, prompts, key, first_prompt, **options)
 
 
 generate.lower = lower
 
 
-def _checked(
-    group_size,
-    max_new_tokens,
-    temperature,
-    top_k,
-    top_p,
-    min_p,
-    stop_ids,
-    pad_id,
-    compact,
-    decode_slots,
-) -> dict[str, Any]:
-    if group_size < 1 or max_new_tokens < 1:
-        raise ValueError(
-            f"group_size and max_new_tokens must be at least 1, got {group_size} and {max_new_tokens}"
-        )
-    if not (isinstance(compact, int) and compact >= 0):
-        raise ValueError(f"compact must be an integer of at least 0, got {compact!r}")
-    if decode_slots is not None and not (
-        isinstance(decode_slots, int) and 1 <= decode_slots <= group_size
-    ):
-        raise ValueError(
-            f"decode_slots must be None or an integer from 1 to group_size ({group_size}), got {decode_slots!r}"
-        )
-    sampling = Sampling(temperature, top_k, top_p, min_p).checked()
-    return {
-        "group_size": group_size,
-        "max_new_tokens": max_new_tokens,
-        "sampling": sampling,
-        "stop_ids": tuple(stop_ids),
-        "pad_id": pad_id,
-        "compact": compact,
-        "decode_slots": decode_slots or group_size,
-    }
-
-
 @cache
 def _compiled() -> Callable:
-    static = (
-        "model",
-        "group_size",
-        "max_new_tokens",
-        "sampling",
-        "stop_ids",
-        "pad_id",
-        "compact",
-        "decode_slots",
-    )
-    return jax.jit(_generate, static_argnames=static, compiler_options=_few_rows())
+    static = ("model", "generation", "stop_ids", "pad_id")
+    return jax.jit(_generate, static_argnames=static, compiler_options=_compiler_options())
 
 
-def _few_rows() -> dict[str, str | bool]:
+def _compiler_options() -> dict[str, str | bool]:
     """Options for CPUs: products of few rows by Eigen, the small ones of attention by code made for
     their shape.
 
@@ -183,6 +137,44 @@ def _few_rows() -> dict[str, str | bool]:
     return options
 
 
+class Drawn(NamedTuple):
+    """What has been drawn of every completion so far."""
+
+    tokens_PGT: Array
+    logp_PGT: Array
+    length_PG: Array
+    stopped_PG: Array
+
+
+class Slots(NamedTuple):
+    """Where decoding stands. Each prompt has a few slots (axis g), each holds a completion."""
+
+    steps: Array | int  # token steps made so far
+    index_Pg: Array | None  # the token that each slot decodes next; None: all decode the same one
+    drawn: Drawn
+    own: Any  # the caches of the completions in the slots
+    sample_Pg: Array  # which of its prompt's completions each slot holds
+    next_P: Array  # the first completion of each prompt that still waits for a slot
+
+
+class Sampler(NamedTuple):
+    """What every token step reads, and no token step changes."""
+
+    model: LanguageModel
+    weights: Any
+    cache: Any
+    keys_PG: Array
+    generation: Generation
+    stop: Array
+    pad_id: int
+    lone_prompt: bool
+
+    @property
+    def refills(self) -> bool:
+        """Whether completions wait for slots: then each slot is at a token of its own."""
+        return self.generation.slots < self.generation.group_size
+
+
 def _generate(
     model: LanguageModel,
     params: Params,
@@ -190,146 +182,182 @@ def _generate(
     key: Array,
     first_prompt: Array | int,
     *,
-    group_size: int,
-    max_new_tokens: int,
-    sampling: Sampling,
+    generation: Generation,
     stop_ids: tuple[int, ...],
     pad_id: int,
-    compact: int,
-    decode_slots: int,
 ) -> Rollout:
     chex.assert_rank([prompts.tokens_PS, prompts.mask_PS], 2)
-    stop = jnp.asarray(stop_ids, jnp.int32)
     P = prompts.tokens_PS.shape[0]
-    T = max_new_tokens
-
     hidden_PSD, cache = jax.vmap(partial(model.prefill, params))(*prompts)
-    weights = model.for_decoding(params)
+    sampler = Sampler(
+        model=model,
+        weights=model.for_decoding(params),
+        cache=cache,
+        keys_PG=sample_keys(key, first_prompt, P, generation.group_size),
+        generation=generation,
+        stop=jnp.asarray(stop_ids, jnp.int32),
+        pad_id=pad_id,
+        lone_prompt=P == 1,
+    )
+    drawn = _decode_all(sampler, _first_slots(sampler, hidden_PSD[:, -1:, :]))
+    mask_PGT = jnp.arange(generation.max_new_tokens) < drawn.length_PG[..., None]
+    return Rollout(prompts, drawn.tokens_PGT, mask_PGT, drawn.logp_PGT, drawn.stopped_PG)
+
+
+def sample_keys(key: Array, first_prompt: Array | int, prompts: int, group_size: int) -> Array:
+    """A key for each completion, from its prompt's index in the whole batch and its own."""
     fold = jax.vmap(jax.random.fold_in, in_axes=(None, 0))
-    keys_PG = jax.vmap(fold, in_axes=(0, None))(
-        fold(key, first_prompt + jnp.arange(P)), jnp.arange(group_size)
+    key_P = fold(key, first_prompt + jnp.arange(prompts))
+    return jax.vmap(fold, in_axes=(0, None))(key_P, jnp.arange(group_size))
+
+
+take = jax.vmap(lambda x_G, index_g: x_G[index_g])  # of every prompt, some of its completions
+
+
+def _choose(s: Sampler, hidden_PgD: Array, index_Pg: Array, sample_Pg: Array) -> tuple:
+    """Token number `index` of the completions in the slots, with its log-probability."""
+    sampling = s.generation.sampling
+    logits_PgV = filter_logits(s.model.decode_logits(s.weights, hidden_PgD), sampling)
+    if sampling.temperature == 0:
+        token_Pg = jnp.argmax(logits_PgV, -1).astype(jnp.int32)
+    else:
+        at_token = jax.vmap(jax.vmap(lambda k, index, x: draw(jax.random.fold_in(k, index), x)))
+        token_Pg = at_token(take(s.keys_PG, sample_Pg), index_Pg, logits_PgV)
+    return token_Pg, token_logp(logits_PgV, token_Pg)
+
+
+def _write(s: Sampler, drawn: Drawn, token_Pg, logp_Pg, index_Pg, sample_Pg) -> Drawn:
+    """One more token of the completions in the slots; those that have ended get padding."""
+    stopped_Pg = take(drawn.stopped_PG, sample_Pg)
+    ended_Pg = stopped_Pg | (index_Pg >= s.generation.max_new_tokens)
+    token_Pg = jnp.where(ended_Pg, s.pad_id, token_Pg)
+    logp_Pg = jnp.where(ended_Pg, 0.0, logp_Pg)
+    put = jax.vmap(lambda x_GT, sample, index, x: x_GT.at[sample, index].set(x, mode="drop"))
+    add = jax.vmap(lambda length_G, sample, more: length_G.at[sample].add(more))
+    mark = jax.vmap(lambda stopped_G, sample, now: stopped_G.at[sample].set(now))
+    now_stopped_Pg = stopped_Pg | (~ended_Pg & jnp.isin(token_Pg, s.stop))
+    return Drawn(
+        tokens_PGT=put(drawn.tokens_PGT, sample_Pg, index_Pg, token_Pg),
+        logp_PGT=put(drawn.logp_PGT, sample_Pg, index_Pg, logp_Pg),
+        length_PG=add(drawn.length_PG, sample_Pg, ~ended_Pg),
+        stopped_PG=mark(drawn.stopped_PG, sample_Pg, now_stopped_Pg),
     )
 
-    def choose(hidden_PgD, index_Pg, seat_Pg):
-        """Token number `index` of the samples in the decode_slots, with its log-probability."""
-        logits = filter_logits(model.decode_logits(weights, hidden_PgD), sampling)
-        if sampling.temperature == 0:
-            token = jnp.argmax(logits, -1).astype(jnp.int32)
-        else:
-            noise = lambda k, index, x: draw(jax.random.fold_in(k, index), x)
-            token = jax.vmap(jax.vmap(noise))(take(keys_PG, seat_Pg), index_Pg, logits)
-        return token, token_logp(logits, token)
 
-    def write(state, token, logp, index_Pg, seat_Pg):
-        tokens, logps, length, done = state
-        stopped = take(done, seat_Pg)
-        ended = stopped | (index_Pg >= T)
-        token = jnp.where(ended, pad_id, token)
-        at = jax.vmap(
-            lambda buffer_GT, seat, index, x: buffer_GT.at[seat, index].set(x, mode="drop")
-        )
-        tokens = at(tokens, seat_Pg, index_Pg, token)
-        logps = at(logps, seat_Pg, index_Pg, jnp.where(ended, 0.0, logp))
-        length = jax.vmap(lambda own, seat, more: own.at[seat].add(more))(length, seat_Pg, ~ended)
-        stopped |= ~ended & jnp.isin(token, stop)
-        done = jax.vmap(lambda own, seat, now: own.at[seat].set(now))(done, seat_Pg, stopped)
-        return tokens, logps, length, done
+def _first_slots(s: Sampler, hidden_P1D: Array) -> Slots:
+    """Every completion's first token, and the first completions in their slots.
 
-    shape = (P, group_size)
-    empty = (
-        jnp.full((*shape, T), pad_id, jnp.int32),
-        jnp.zeros((*shape, T), jnp.float32),
-        jnp.zeros(shape, jnp.int32),
-        jnp.zeros(shape, bool),
+    First tokens are drawn for all completions at once, so that one that takes a slot later only
+    needs its last token and no hidden state of its prompt.
+    """
+    generation = s.generation
+    P, G, T, g = len(hidden_P1D), generation.group_size, generation.max_new_tokens, generation.slots
+    nothing = Drawn(
+        tokens_PGT=jnp.full((P, G, T), s.pad_id, jnp.int32),
+        logp_PGT=jnp.zeros((P, G, T), jnp.float32),
+        length_PG=jnp.zeros((P, G), jnp.int32),
+        stopped_PG=jnp.zeros((P, G), bool),
     )
-    hidden = jnp.broadcast_to(hidden_PSD[:, -1:, :], (*shape, hidden_PSD.shape[-1]))
-    seat_PG = jnp.broadcast_to(jnp.arange(group_size), shape)
-    zero_PG = jnp.zeros(shape, jnp.int32)
-    # Every sample's first token is drawn here, so that a sample that takes a seat later only needs
-    # its last token.
-    state = write(empty, *choose(hidden, zero_PG, seat_PG), zero_PG, seat_PG)
-    refill = (
-        decode_slots < group_size
-    )  # then each seat is at a token of its own; else all are at the same
-    each = 0 if refill else None
-    in_seats = jax.vmap(model.decode, in_axes=(None, None, 0, each, 0))
-    step = jax.vmap(in_seats, in_axes=(None, 0, 0, each, 0))
-    alone = P == 1
-    if alone:  # its caches have no axis of prompts: with one of size 1, XLA's CPU back end copies them at every token
+    hidden_PGD = jnp.broadcast_to(hidden_P1D, (P, G, hidden_P1D.shape[-1]))
+    sample_PG = jnp.broadcast_to(jnp.arange(G), (P, G))
+    zero_PG = jnp.zeros((P, G), jnp.int32)
+    token_PG, logp_PG = _choose(s, hidden_PGD, zero_PG, sample_PG)
+    drawn = _write(s, nothing, token_PG, logp_PG, zero_PG, sample_PG)
+    # A lone prompt's caches have no axis of prompts: with one of size 1, XLA's CPU back end copies
+    # them at every token.
+    axes = (g,) if s.lone_prompt else (P, g)
+    own = jax.tree.map(lambda a: jnp.broadcast_to(a, (*axes, *a.shape)), s.model.empty(T))
+    index_Pg = jnp.ones((P, g), jnp.int32) if s.refills else None
+    return Slots(0, index_Pg, drawn, own, sample_PG[:, :g], jnp.full(P, g))
 
-        def step(weights, cache, own, index, last_Pg):
-            one = partial(jax.tree.map, lambda a: a[0])
-            hidden_gD, own = in_seats(
-                weights, one(cache), own, one(index) if refill else index, one(last_Pg)
-            )
-            return hidden_gD[None], own
 
-    axes = (decode_slots,) if alone else (P, decode_slots)
-    own = jax.tree.map(lambda a: jnp.broadcast_to(a, (*axes, *a.shape)), model.empty(T))
+def _index(s: Sampler, slots: Slots) -> Array:
+    """Which token of its completion each slot decodes: `[P, g]`, or one number for all."""
+    return slots.index_Pg if s.refills else 1 + slots.steps
 
-    def ended(state, index, seat_Pg):
-        return take(state[3], seat_Pg) | (index >= T)
 
-    def place(steps, index_Pg):
-        """Which token of its sample each seat decodes."""
-        return index_Pg if refill else 1 + steps
+def _ended(s: Sampler, slots: Slots) -> Array:
+    """Which slots hold a completion that has ended."""
+    stopped_Pg = take(slots.drawn.stopped_PG, slots.sample_Pg)
+    return stopped_Pg | (_index(s, slots) >= s.generation.max_new_tokens)
 
-    def body(carry):
-        steps, index, state, own, seat_Pg, next_P = carry
-        index = place(steps, index)
-        index_Pg = jnp.broadcast_to(index, seat_Pg.shape)
-        last = jax.vmap(lambda tokens_GT, seat, at: tokens_GT[seat, at - 1])(
-            state[0], seat_Pg, index_Pg
-        )
-        hidden, own = step(weights, cache, own, index - 1, last)
-        state = write(state, *choose(hidden, index_Pg, seat_Pg), index_Pg, seat_Pg)
-        index = index + 1
-        if refill:
-            free = ended(state, index, seat_Pg)
-            waiting = next_P[:, None] + jnp.cumsum(free, axis=1) - 1
-            free &= waiting < group_size
-            seat_Pg = jnp.where(free, waiting, seat_Pg)
-            index = jnp.where(free, 1, index)
-            next_P += free.sum(1)
-        return 1 + steps, index if refill else None, state, own, seat_Pg, next_P
 
-    # The samples of a prompt that go on sit in fewer and fewer decode_slots, of a few fixed
-    # numbers.
-    sizes = sorted(
-        {-(-decode_slots * part // (compact + 1)) for part in range(1, compact + 2)}, reverse=True
+def _decode(s: Sampler, own: Any, index: Array, last_Pg: Array) -> tuple[Array, Any]:
+    """One pass of the decoder over the last token of every slot: hidden states and grown caches."""
+    each = 0 if s.refills else None
+    in_slots = jax.vmap(s.model.decode, in_axes=(None, None, 0, each, 0))
+    if not s.lone_prompt:
+        in_prompts = jax.vmap(in_slots, in_axes=(None, 0, 0, each, 0))
+        return in_prompts(s.weights, s.cache, own, index, last_Pg)
+    one = partial(jax.tree.map, lambda a: a[0])
+    index_g = one(index) if s.refills else index
+    hidden_gD, own = in_slots(s.weights, one(s.cache), own, index_g, one(last_Pg))
+    return hidden_gD[None], own
+
+
+def _token_step(s: Sampler, slots: Slots) -> Slots:
+    """One more token in every slot; free slots are filled with completions that wait."""
+    index = _index(s, slots)
+    index_Pg = jnp.broadcast_to(index, slots.sample_Pg.shape)
+    before = jax.vmap(lambda tokens_GT, sample, at: tokens_GT[sample, at - 1])
+    last_Pg = before(slots.drawn.tokens_PGT, slots.sample_Pg, index_Pg)
+    hidden_PgD, own = _decode(s, slots.own, index - 1, last_Pg)
+    token_Pg, logp_Pg = _choose(s, hidden_PgD, index_Pg, slots.sample_Pg)
+    drawn = _write(s, slots.drawn, token_Pg, logp_Pg, index_Pg, slots.sample_Pg)
+    slots = slots._replace(steps=1 + slots.steps, drawn=drawn, own=own)
+    return _refill(s, slots._replace(index_Pg=index + 1)) if s.refills else slots
+
+
+def _refill(s: Sampler, slots: Slots) -> Slots:
+    """Gives the slots of ended completions to those that wait, which begin with their token 1.
+
+    Their caches hold what the ended ones left: every place is written before it is attended to.
+    """
+    free_Pg = _ended(s, slots)
+    waiting_Pg = slots.next_P[:, None] + jnp.cumsum(free_Pg, axis=1) - 1
+    free_Pg &= waiting_Pg < s.generation.group_size
+    return slots._replace(
+        index_Pg=jnp.where(free_Pg, 1, slots.index_Pg),
+        sample_Pg=jnp.where(free_Pg, waiting_Pg, slots.sample_Pg),
+        next_P=slots.next_P + free_Pg.sum(1),
     )
-    longest = -(-group_size // decode_slots) * (
-        T - 1
-    )  # token steps, if no completion stops before T
-    carry = (
-        0,
-        jnp.ones((P, decode_slots), jnp.int32) if refill else None,
-        state,
-        own,
-        seat_PG[:, :decode_slots],
-        jnp.full(P, decode_slots),
+
+
+def _decode_all(s: Sampler, slots: Slots) -> Drawn:
+    """Token steps until every completion has ended, in slots that become fewer as they do."""
+    generation = s.generation
+    parts = generation.compactions + 1
+    sizes = {-(-generation.slots * part // parts) for part in range(1, parts + 1)}
+    for fewer in (*sorted(sizes, reverse=True)[1:], 0):
+        going = partial(_more_than, fewer, s)
+        slots = jax.lax.while_loop(going, partial(_token_step, s), slots)
+        slots = _compacted(s, slots, fewer)
+    return slots.drawn
+
+
+def _more_than(fewer: int, s: Sampler, slots: Slots) -> Array:
+    """Whether some prompt needs more than `fewer` slots."""
+    generation = s.generation
+    rounds = -(-generation.group_size // generation.slots)
+    longest = rounds * (generation.max_new_tokens - 1)  # if no completion stops before its limit
+    busy_P = jnp.sum(~_ended(s, slots), axis=1)
+    waits_P = (slots.next_P < generation.group_size) * generation.slots
+    # The bound follows from the rest; it is said outright for those who count the loop's steps.
+    return (slots.steps < longest) & (jnp.max(busy_P + waits_P) > fewer)
+
+
+def _compacted(s: Sampler, slots: Slots, fewer: int) -> Slots:
+    """The completions that go on, in `fewer` slots of each prompt."""
+    order_Pg = jnp.argsort(_ended(s, slots), axis=1, stable=True)[:, :fewer]
+
+    def kept(x):
+        return take(x, order_Pg)
+
+    def kept_cache(x):
+        return x[order_Pg[0]] if s.lone_prompt else kept(x)
+
+    return slots._replace(
+        index_Pg=jax.tree.map(kept, slots.index_Pg),
+        own=jax.tree.map(kept_cache, slots.own),
+        sample_Pg=kept(slots.sample_Pg),
     )
-    for fewer in (*sizes[1:], 0):
-
-        def going(carry, fewer=fewer):
-            steps, index, state, _, seat_Pg, next_P = carry
-            busy_P = jnp.sum(~ended(state, place(steps, index), seat_Pg), axis=1)
-            # The bound follows from the rest; it is said outright for those who count the loop's
-            # steps.
-            return (steps < longest) & (
-                jnp.max(busy_P + (next_P < group_size) * decode_slots) > fewer
-            )
-
-        steps, index, state, own, seat_Pg, next_P = jax.lax.while_loop(going, body, carry)
-        order = jnp.argsort(ended(state, place(steps, index), seat_Pg), axis=1, stable=True)[
-            :, :fewer
-        ]
-        kept = lambda a, order=order: take(a, order)
-        own = jax.tree.map((lambda a, order=order: a[order[0]]) if alone else kept, own)
-        carry = (steps, jax.tree.map(kept, index), state, own, kept(seat_Pg), next_P)
-    _, _, (tokens, logp, length, done), *_ = carry
-    mask = jnp.arange(T) < length[..., None]
-    return Rollout(prompts, tokens, mask, logp, done)
-
-
-take = jax.vmap(lambda x_G, index_g: x_G[index_g])  # of every prompt, some of its samples

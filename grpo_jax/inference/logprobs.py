@@ -9,7 +9,6 @@ Left out on purpose: sampling (see `sampler`), losses (see `objectives`).
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
 
 import chex
 import jax
@@ -17,6 +16,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.options import Sampling
 from grpo_jax.types import Array, Params, Prompts
 
 LOGITS = 1 << 24  # entries of the logits that exist at once, where the caller does not say
@@ -24,34 +24,6 @@ KEPT_LOGITS = (
     4 * LOGITS
 )  # as many are kept for the backward pass of a model that keeps its products
 FILTERED = -1e30
-
-
-class Sampling(NamedTuple):
-    """The distribution that tokens are drawn from: one value shared by sampler and trainer, so that
-    they cannot differ.
-
-    Logits are divided by `temperature`, then `top_k`, `top_p` and `min_p` remove tokens one after
-    another (the order of Hugging Face's logits processors), and the rest is normalised again.
-    `temperature` 0 is greedy: the most likely token, with its log-probability under the unscaled,
-    unfiltered distribution.
-    """
-
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-
-    def checked(self) -> "Sampling":
-        """Returns itself, or says which value is out of its range."""
-        if not (isinstance(self.temperature, int | float) and 0 <= self.temperature < float("inf")):
-            raise ValueError(f"temperature must be at least 0, got {self.temperature!r}")
-        if self.top_k is not None and not (isinstance(self.top_k, int) and self.top_k >= 1):
-            raise ValueError(f"top_k must be a positive integer or None, got {self.top_k!r}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be in (0, 1] or None, got {self.top_p!r}")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be in [0, 1] or None, got {self.min_p!r}")
-        return self
 
 
 def filter_logits(logits_V: Array, sampling: Sampling, token: Array | None = None) -> Array:
@@ -260,19 +232,25 @@ def completion_logp(
     tokens_PGT: Array,
     mask_PGT: Array,
     *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    min_p: float | None = None,
-    chunk: int | None = None,
+    sampling: Sampling = Sampling(),
+    logit_chunk: int | None = None,
 ) -> Array:
-    """`log π(token_t | prompt, tokens before t)` of every completion token, `[P, G, T]` float32, 0
-    outside the mask.
+    """`log π(token_t | prompt, tokens before t)` of every completion token, 0 outside the mask.
 
-    Under the distribution that `sampler.generate` draws from with the same temperature and filters.
-    Differentiable in `params`.
+    Under the distribution that `generate` draws from with the same `sampling`. Differentiable in
+    `params`.
+
+    Args:
+      model: pure functions of one sequence.
+      params: the policy's parameters.
+      prompts: left-padded ids, one row a prompt.
+      tokens_PGT: the completions' ids.
+      mask_PGT: true on the tokens that are scored.
+      sampling: temperature and filters of the distribution.
+      logit_chunk: tokens that are projected on the vocabulary at a time; None: what memory allows.
+
+    Returns:
+      float32 log-probabilities, `[P, G, T]`.
     """
-    sampling = Sampling(temperature, top_k, top_p, min_p).checked()
-    return completion_scores(
-        model, params, prompts, tokens_PGT, mask_PGT, sampling=sampling, chunk=chunk
-    )[0]
+    inputs = (model, params, prompts, tokens_PGT, mask_PGT)
+    return completion_scores(*inputs, sampling=sampling.check(), chunk=logit_chunk)[0]

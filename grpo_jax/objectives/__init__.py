@@ -1,5 +1,6 @@
 """The mathematics: parts, what composes them, and the papers as bindings of them."""
 
+from grpo_jax.objectives.adaptive import AdaptiveObjective, objective_at
 from grpo_jax.objectives.advantages import (
     batch_scale,
     batch_whiten,
@@ -104,6 +105,7 @@ from grpo_jax.objectives.surrogates import (
 
 __all__ = [
     "PRESETS",
+    "AdaptiveObjective",
     "Objective",
     "adaptive_beta",
     "at_last_token",
@@ -157,6 +159,7 @@ __all__ = [
     "mirror",
     "neutralise",
     "never",
+    "objective_at",
     "on_policy",
     "opo",
     "outcome",

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_flatten_with_path
 
+from grpo_jax.objectives.adaptive import AdaptiveObjective, objective_at
 from grpo_jax.objectives.compose import (
     Objective,
     batch_loss,
@@ -87,18 +88,20 @@ def _fields_read(function: Callable, logp_PGT, samples_PG: Sample) -> frozenset[
     )
 
 
-def reads_in_prepare(objective: Objective) -> frozenset[str]:
+def reads_in_prepare(objective: Objective | AdaptiveObjective) -> frozenset[str]:
     """The fields that `prepare` needs, of the policy that sampled (empty without `prepare`)."""
+    objective = objective_at(objective)
     if objective.prepare is None:
         return frozenset()
     logp_PGT, samples_PG = _full_batch()
     return _fields_read(lambda _, samples: objective.prepare(samples), logp_PGT, samples_PG)
 
 
-def reads_in_loss(objective: Objective) -> frozenset[str]:
+def reads_in_loss(objective: Objective | AdaptiveObjective) -> frozenset[str]:
     """The fields that the loss itself needs; of them, entropy_T and value_T are the current
     policy's.
     """
+    objective = objective_at(objective)
     logp_PGT, samples_PG = _full_batch()
     if objective.prepare is not None:
         samples_PG = jax.eval_shape(objective.prepare, samples_PG)
@@ -107,10 +110,11 @@ def reads_in_loss(objective: Objective) -> frozenset[str]:
     )
 
 
-def reads(objective: Objective) -> frozenset[str]:
+def reads(objective: Objective | AdaptiveObjective) -> frozenset[str]:
     """The fields of `Sample` that decide the loss: what none of them needs does not have to be
     computed.
     """
+    objective = objective_at(objective)
     logp_PGT, samples_PG = _full_batch()
     prepare = objective.prepare or (lambda samples: samples)
     return _fields_read(

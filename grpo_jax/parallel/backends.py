@@ -54,8 +54,8 @@ class Devices(NamedTuple):
 
     ```
     put(kind, tree)          -> tree       what every process holds whole, laid out
-    held(rows)               -> index_R    which of so many rows are on this process's devices
-    own(rows)                -> index_R    those of them that no process before it holds
+    local_rows(rows)               -> index_R    which of so many rows are on this process's devices
+    owned_rows(rows)                -> index_R    those of them that no process before it holds
     put_rows(tree)           -> tree       the rows that this process holds, joined with those of the others
     fetch(tree)              -> tree       the rows that this process holds, as NumPy arrays
     for_decoding(params)     -> params     from the layout of training to the sampler's
@@ -79,8 +79,8 @@ class Devices(NamedTuple):
     parts: int
     axis_name: str | None
     put: Callable
-    held: Callable
-    own: Callable
+    local_rows: Callable
+    owned_rows: Callable
     put_rows: Callable
     fetch: Callable
     for_decoding: Callable
@@ -94,13 +94,19 @@ _found: ContextVar[dict] = ContextVar("_found")
 
 
 class Program(NamedTuple):
-    """A program for arguments of some shapes; from `compile()` on it runs what that has
-    compiled.
+    """A program for arguments of some shapes, which has not run yet.
+
+    `options` are what it was bound with, `args` the shapes of its arguments with their shardings,
+    `out` those of its result. From `compile()` on, calls run what that has compiled; `lower(…)`
+    gives the program for another platform, and changes nothing.
     """
 
     name: str
-    compile: Callable[[], None]
+    options: dict[str, Any]
+    args: Any
     out: Any
+    compile: Callable[[], None]
+    lower: Callable[..., jax.stages.Lowered]
 
 
 @contextmanager
@@ -144,17 +150,32 @@ def _program(
         jitted = make(*args, **rows)
         out = finish(jax.eval_shape(jitted, *args, **rows))
         if key not in known:
-            compiled = lambda: known.update({key: _lower(jitted, *args, **rows).compile()})
-            found[place] = Program(_name(function), compiled, out)
+
+            def compile_it() -> None:
+                known[key] = _lower(jitted, *args, **rows).compile()
+
+            lower = partial(_lower, jitted, *args, **rows)
+            described = (_name(function), _options(function), (args, rows), out)
+            found[place] = Program(*described, compile_it, lower)
         return out
 
     return run
 
 
-def _lower(function: Callable, *args, **rows) -> jax.stages.Lowered:
+def _lower(function: Callable, *args, platforms: tuple[str, ...] = (), **rows) -> Any:
+    """The lowered program; for `platforms` (such as ("tpu",)) other than this machine's, if given."""
     if isinstance(function, partial):
-        return function.func.lower(*function.args, *args, **function.keywords, **rows)
+        rows = function.keywords | rows
+        args = (*function.args, *args)
+        function = function.func
+    if platforms:
+        return function.trace(*args, **rows).lower(lowering_platforms=platforms)
     return function.lower(*args, **rows)
+
+
+def _options(function: Callable) -> dict[str, Any]:
+    """What a function was bound with, but for the model."""
+    return dict(function.keywords) if isinstance(function, partial) else {}
 
 
 def _name(function: Callable) -> str:
@@ -179,8 +200,8 @@ def _single() -> Devices:
         parts=1,
         axis_name=None,
         put=lambda kind, tree: jax.tree.map(_commit, tree),
-        held=np.arange,
-        own=np.arange,
+        local_rows=np.arange,
+        owned_rows=np.arange,
         put_rows=_same,
         fetch=lambda tree: jax.tree.map(np.asarray, tree),
         for_decoding=_same,
@@ -221,15 +242,15 @@ def sharded(mesh: Mesh, axes: Axes = None, decode: str = "gather") -> Devices:
     def put(kind: str, tree: Any) -> Any:
         return jax.tree.map(_place, tree, layout(kind, tree))
 
-    def held(rows: int, process: int | None = None) -> np.ndarray:
+    def local_rows(rows: int, process: int | None = None) -> np.ndarray:
         return _rows_of(row_sharding, rows, jax.process_index() if process is None else process)
 
-    def own(rows: int) -> np.ndarray:
-        before = [held(rows, process) for process in range(jax.process_index())]
-        return np.setdiff1d(held(rows), np.concatenate([np.empty(0, int), *before]))
+    def owned_rows(rows: int) -> np.ndarray:
+        before = [local_rows(rows, process) for process in range(jax.process_index())]
+        return np.setdiff1d(local_rows(rows), np.concatenate([np.empty(0, int), *before]))
 
     def put_rows(tree: Any) -> Any:
-        share = parts // len(held(parts))
+        share = parts // len(local_rows(parts))
 
         def one(x):
             if isinstance(x, jax.Array) and not x.is_fully_addressable:
@@ -237,7 +258,7 @@ def sharded(mesh: Mesh, axes: Axes = None, decode: str = "gather") -> Devices:
             x = np.asarray(x)
             if not x.ndim:
                 return put("whole", x)
-            place = {row: i for i, row in enumerate(held(len(x) * share))}
+            place = {row: i for i, row in enumerate(local_rows(len(x) * share))}
             part = lambda index: x[[place[row] for row in range(*index[0].indices(len(x) * share))]]
             return jax.make_array_from_callback((len(x) * share, *x.shape[1:]), row_sharding, part)
 
@@ -283,8 +304,8 @@ def sharded(mesh: Mesh, axes: Axes = None, decode: str = "gather") -> Devices:
         parts=parts,
         axis_name=None,
         put=put,
-        held=held,
-        own=own,
+        local_rows=local_rows,
+        owned_rows=owned_rows,
         put_rows=put_rows,
         fetch=lambda tree: jax.tree.map(_local, tree),
         for_decoding=lambda params: jax.tree.map(
@@ -407,8 +428,12 @@ def _shapes(args: Any) -> Any:
 
 
 def shapes_of(tree: Any) -> Any:
-    """The arrays' shapes, in the layout that they have."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+    """The arrays' shapes, in the layout that they have; those of the host have none."""
+
+    def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None))
+
+    return jax.tree.map(shape_of, tree)
 
 
 def _reshape(x: Any, shape: tuple) -> Any:
@@ -444,13 +469,13 @@ def _rows_of(sharding: NamedSharding, rows: int, process: int) -> np.ndarray:
     axis.
     """
     places = sharding.devices_indices_map((rows,)).items()
-    held = {
+    local_rows = {
         i
         for device, (index,) in places
         if device.process_index == process
         for i in range(*index.indices(rows))
     }
-    return np.array(sorted(held), int)
+    return np.array(sorted(local_rows), int)
 
 
 def _local(x: Any) -> np.ndarray:

@@ -160,12 +160,12 @@ def score(
 
     `rows[p]` are the columns of prompt p; `columns_PG` adds columns that differ between
     completions, such as their length in tokens. An exception inside a reward, or a value that is no
-    reward, raises RewardError with its place, or, with `on_error="none"`, becomes NaN and is
+    reward, raises RewardError with its place, or, with `on_error="skip"`, becomes NaN and is
     counted. Mistakes that would repeat for every row raise either way: a missing column, a wrong
     number of prompts, completions or values.
     """
-    if on_error not in ("raise", "none"):
-        raise ValueError(f'on_error must be "raise" or "none", got {on_error!r}')
+    if on_error not in ("raise", "skip"):
+        raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
     functions = [rewards] if callable(rewards) else list(rewards)
     if not functions:
         raise ValueError("no reward function given")

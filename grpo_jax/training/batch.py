@@ -1,6 +1,12 @@
-"""Rollouts and rewards as one batch, and what processes tell one another of it."""
+"""From what was sampled to what an update takes: trimming, the host's view, scores, the batch.
 
-from collections.abc import Callable, Sequence
+Only tokens, masks and rewards cross to the host. Of several processes each decodes and scores its
+own prompts; what all must know (lengths, rewards) is exchanged and small.
+
+Left out on purpose: which prompts (see `stages`), and the update (see `train_step`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
 from operator import itemgetter
@@ -10,22 +16,59 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.inference.logprobs import Sampling, completion_scores
+from grpo_jax.inference.logprobs import completion_scores
 from grpo_jax.models.language_model import LanguageModel
-from grpo_jax.objectives import Objective, batch_advantages
+from grpo_jax.objectives import Objective, batch_advantages, objective_at
+from grpo_jax.options import Sampling
 from grpo_jax.parallel.processes import run_and_gather
-from grpo_jax.rewards import Scores
 from grpo_jax.types import Array, Batch, Params, Prompts, Rollout, Sample
 
 
-def rollout_shapes(
-    prompts: int, group_size: int, prompt_length: int, max_new_tokens: int
-) -> Rollout:
-    """What `sampler.generate` returns, as shapes."""
-    P = prompts
-    G = group_size
-    S = prompt_length
-    T = max_new_tokens
+class HostRollout(NamedTuple):
+    """What the host sees of a sampled batch.
+
+    `rows` and `tokens_PGT` are those of this process: rows of the prompts that it owns, tokens of
+    the prompts that lie on its devices (`local_rows`, of which `owned_rows` are a part).
+    `mask_PGT` and `stopped_PG` are those of all prompts.
+    """
+
+    rows: list[Mapping[str, Any]]
+    tokens_PGT: np.ndarray
+    mask_PGT: np.ndarray
+    stopped_PG: np.ndarray
+    local_rows: np.ndarray
+    owned_rows: np.ndarray
+
+    def owned(self) -> Rollout:
+        """The completions of the prompts that this process owns: tokens, masks and stops."""
+        mine = np.isin(self.local_rows, self.owned_rows)
+        masks = self.mask_PGT[self.owned_rows]
+        stops = self.stopped_PG[self.owned_rows]
+        return Rollout(None, self.tokens_PGT[mine], masks, None, stops)
+
+    def local(self) -> Rollout:
+        """The completions of the prompts that lie on this process's devices."""
+        masks = self.mask_PGT[self.local_rows]
+        return Rollout(None, self.tokens_PGT, masks, None, self.stopped_PG[self.local_rows])
+
+
+class GatheredScores(NamedTuple):
+    """The rewards of all prompts, and the texts of those that this process owns.
+
+    `reward_PG` is the weighted sum of `reward_PGN`, one for each of N reward functions; NaN is
+    "cannot be scored". `steps_PGN` holds the steps of process rewards (see `rewards.Scores`).
+    `questions` and `texts` are as long; None stands for prompts that another process owns.
+    """
+
+    reward_PG: np.ndarray
+    reward_PGN: np.ndarray
+    steps_PGN: list
+    questions: list[str | None]
+    texts: list[list[str] | None]
+
+
+def rollout_shapes(P: int, G: int, S: int, T: int) -> Rollout:
+    """What `generate` returns for P prompts of S tokens with G completions of T, as shapes."""
     array = jax.ShapeDtypeStruct
     return Rollout(
         Prompts(array((P, S), jnp.int32), array((P, S), bool)),
@@ -43,9 +86,8 @@ def trim(rollout: Rollout, buckets: int) -> Rollout:
     compiled.
     """
     longest = int(jnp.max(rollout.mask_PGT.sum(-1)))
-    return cut(
-        rollout, next(s for s in lengths(rollout.mask_PGT.shape[-1], buckets) if s >= longest)
-    )
+    sizes = lengths(rollout.mask_PGT.shape[-1], buckets)
+    return cut(rollout, next(size for size in sizes if size >= longest))
 
 
 def lengths(T: int, buckets: int) -> list[int]:
@@ -62,19 +104,17 @@ def cut(rollout: Rollout, size: int) -> Rollout:
     )
 
 
-@partial(jax.jit, static_argnames=("model", "sampling", "with_entropy", "chunk"))
-def score(
+@partial(jax.jit, static_argnames=("model", "sampling", "with_entropy", "logit_chunk"))
+def infer_logp(
     model: LanguageModel,
     params: Params,
     rollout: Rollout,
     *,
     sampling: Sampling = Sampling(),
     with_entropy: bool = False,
-    chunk: int | None = None,
+    logit_chunk: int | None = None,
 ) -> tuple[Array, Array | None]:
-    """Log-probabilities (and entropies) of a rollout under `params`, without gradient: π_ref, or a
-    fixed π_old.
-    """
+    """Log-probabilities (and entropies) of a rollout, without gradient: π_ref, or a fixed π_old."""
     return completion_scores(
         model,
         params,
@@ -84,19 +124,27 @@ def score(
         token_index_PN=rollout.token_index_PN,
         sampling=sampling,
         with_entropy=with_entropy,
-        chunk=chunk,
+        chunk=logit_chunk,
     )
 
 
 @partial(jax.jit, static_argnames=("objective",))
-def assemble(objective: Objective, rollout: Rollout, reward_PG: Array, **fields: Any) -> Batch:
-    """The batch that the train step takes: advantages of every group, the sampler's
-    log-probabilities as π_old.
+def assemble(
+    objective: Objective, rollout: Rollout, reward_PG: Array, state: Any = None, **fields: Any
+) -> Batch:
+    """The batch that the train step takes: advantages of every group, π_old as it was sampled.
 
-    `reward_PG` holds NaN where a completion cannot be scored. `fields` are further fields of
-    `Sample` that the objective reads (`ref_logp_T`, `reward_T`, `entropy_T`, `old_value_T`, `age`,
-    ...), with their leading axes P, G. The objective's `prepare` then sees the whole batch once.
+    The objective's `prepare` sees the whole batch once.
+
+    Args:
+      objective: what is optimised.
+      rollout: prompts and completions.
+      reward_PG: rewards, or `[P, N, G]` for an objective of N rewards; NaN cannot be scored.
+      state: the objective's own state, where it has one.
+      **fields: further fields of `Sample` that the objective reads (`ref_logp_T`, `reward_T`,
+        `entropy_T`, `old_logp_T`, `old_value_T`, `age`, …), with their leading axes P, G.
     """
+    objective = objective_at(objective, state)
     samples = Sample(
         mask_T=rollout.mask_PGT,
         old_logp_T=rollout.logp_PGT,
@@ -109,69 +157,37 @@ def assemble(objective: Objective, rollout: Rollout, reward_PG: Array, **fields:
     return Batch(rollout, samples)
 
 
-class GatheredScores(NamedTuple):
-    """What every process knows of all completions: their scores, their lengths (as masks), which
-    were stopped.
+def lengths_and_stops(mine: Rollout, owned_rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """`mask_PGT` and `stopped_PG` of all prompts, from those of each process's own."""
+    told = [mine.mask_PGT.sum(-1), mine.stopped_PG]
+    length_PG, stopped_PG = map(np.stack, of_all(owned_rows, lambda: told))
+    return np.arange(mine.mask_PGT.shape[-1]) < length_PG[..., None], stopped_PG
+
+
+def of_all(owned_rows: np.ndarray, found: Callable[[], Sequence]) -> list[tuple]:
+    """What processes `found` of their own prompts, each a list of them: of all, in their order.
+
+    Where it raises on one process, it raises on all, before any of them has begun the update.
     """
 
-    reward_PG: np.ndarray
-    reward_PGN: np.ndarray
-    steps_PGN: list
-    stopped_PG: np.ndarray
-    mask_PGT: np.ndarray
+    def numbered() -> list[tuple]:
+        return list(zip(owned_rows, *found(), strict=True)) if len(owned_rows) else []
 
-    def at(self, rows: np.ndarray) -> "GatheredScores":
-        """Of some of the prompts."""
-        return GatheredScores(
-            *([part[i] for i in rows] if isinstance(part, list) else part[rows] for part in self)
-        )
-
-
-def untold(rollout: Rollout, functions: int, held: np.ndarray) -> tuple[Rollout, GatheredScores]:
-    """What the host holds of a rollout of shapes and is told by so many rewards: nothing drawn,
-    nothing scorable.
-    """
-    drawn = jax.tree.map(lambda x: np.zeros((len(held), *x.shape[1:]), x.dtype), rollout)
-    P, G, T = rollout.mask_PGT.shape
-    steps = [None] * functions
-    reward_PGN = np.full((P, G, functions), np.nan)
-    mask_PGT = np.zeros((P, G, T), bool)
-    return drawn, GatheredScores(
-        reward_PGN[..., 0], reward_PGN, [[steps] * G] * P, mask_PGT.any(-1), mask_PGT
-    )
-
-
-def masks_together(mine: Rollout, own: np.ndarray) -> np.ndarray:
-    """The masks of all prompts' completions, `[P, G, T]`, from those of each process, `mine` of the
-    prompts `own`.
-    """
-    (length_PG,) = _of_all(own, lambda: [mine.mask_PGT.sum(-1)])
-    return np.arange(mine.mask_PGT.shape[-1]) < np.stack(length_PG)[..., None]
-
-
-def _of_all(own: np.ndarray, found: Callable[[], Sequence]) -> list[tuple]:
-    """What processes `found` of their `own` prompts, each a list of them: of all prompts, in their
-    order.
-    """
-    rows = chain(*run_and_gather(lambda: list(zip(own, *found(), strict=True)) if len(own) else []))
-    _, *columns = zip(*sorted(rows, key=itemgetter(0)), strict=True)
+    _, *columns = zip(*sorted(chain(*run_and_gather(numbered)), key=itemgetter(0)), strict=True)
     return columns
 
 
-def score_and_gather(
-    judge: Callable[[], Scores], mine: Rollout, own: np.ndarray, mask_PGT: np.ndarray
-) -> GatheredScores:
-    """Each process scores its own completions, `mine` of the prompts `own`, and hears of all
-    others.
+def take_prompts(rollouts: Sequence[Rollout], index: Sequence[int]) -> Rollout:
+    """The prompts at `index` of several sampled batches, one after another, as one batch.
 
-    A reward that raises on one process raises on all, before any of them has begun the update.
+    For batches as they were sampled, before they are trimmed: those have the same shapes.
     """
+    index = np.asarray(index)
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts)[index], *rollouts)
 
-    def scored() -> tuple:
-        scores = judge()
-        return scores.reward_PG, scores.reward_PGN, scores.steps_PGN, mine.stopped_PG
 
-    reward_PG, reward_PGN, steps_PGN, stopped_PG = _of_all(own, scored)
-    return GatheredScores(
-        np.stack(reward_PG), np.stack(reward_PGN), list(steps_PGN), np.stack(stopped_PG), mask_PGT
-    )
+def take_scores(scores: Sequence[GatheredScores], index: Sequence[int]) -> GatheredScores:
+    """The scores of those prompts."""
+    joined = [list(chain(*parts)) for parts in zip(*scores, strict=True)]
+    reward_PG, reward_PGN, *lists = ([part[i] for i in index] for part in joined)
+    return GatheredScores(np.stack(reward_PG), np.stack(reward_PGN), *lists)

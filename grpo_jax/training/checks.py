@@ -1,78 +1,39 @@
 """What a training loop refuses: before it starts, and where the sampler is not what it trains."""
 
-import warnings
 from typing import Any
 
 import jax
 
-from grpo_jax.inference.logprobs import Sampling
-from grpo_jax.objectives import Objective, reads_in_loss
-from grpo_jax.parallel.backends import Devices
+from grpo_jax.inference.critic import Critic
+from grpo_jax.objectives import AdaptiveObjective, Objective, objective_at, reads, reads_in_loss
+from grpo_jax.options import Scoring, whole
 from grpo_jax.tasks import Task
+from grpo_jax.types import RunState
 
 # Mean |log π − log π_sampler| above which sampler and trainer cannot be the same distribution, by
 # the type that the factors of products have. TPUs round those of float32 to bfloat16, GPUs to as
 # many bits as float16, unless told else.
-GAP = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
+LIMITS = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.05}
 ROUNDED = {"tpu": "bfloat16", "gpu": "float16"}
 
 
 class SamplerMismatchError(RuntimeError):
-    """The trainer's log-probabilities of fresh completions are not those the sampler drew them
-    with.
-    """
+    """The trainer's log-probabilities of fresh completions are not those of the sampler."""
 
 
-def check_train(
-    steps: int,
-    prompts_per_step: int,
-    group_size: int,
-    max_new_tokens: int,
-    length_buckets: int,
-    sampling: Sampling,
+def check_task(
     task: Task,
+    objective: Objective | AdaptiveObjective,
+    scoring: Scoring,
+    critic: Critic | None,
 ) -> None:
-    named = {
-        "steps": (steps, 0),
-        "prompts_per_step": (prompts_per_step, 1),
-        "group_size": (group_size, 1),
-    }
-    named |= {"max_new_tokens": (max_new_tokens, 1), "length_buckets": (length_buckets, 1)}
-    for name, (value, least) in named.items():
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
-    if sampling.checked().temperature == 0:
-        raise ValueError(
-            "temperature must be above 0 in training: a greedy group has no spread to learn from"
-        )
+    """Raises where a task has nothing to train on, or an objective lacks what it reads."""
     check_rows(task)
-    if group_size == 1:
-        warnings.warn(
-            "group_size=1: a group of one has no spread, its advantage is 0", stacklevel=3
-        )
-
-
-def check_stale(stale: int, old_logp: str, objective: Objective) -> None:
-    if not isinstance(stale, int) or stale < 0:
-        raise ValueError(f"stale must be an integer of at least 0, got {stale!r}")
-    if stale and old_logp != "sampler":
-        raise ValueError(
-            f"stale={stale} needs old_logp='sampler', the policy that sampled; got {old_logp!r}"
-        )
-    if stale and "old_logp_T" not in reads_in_loss(objective):
-        raise ValueError(
-            f"stale={stale} needs an objective with a ratio to the policy that sampled, which corrects for its age; "
-            "this one does not read old_logp_T"
-        )
-
-
-def check_parts(name: str, prompts: int, microbatches: int, devices: Devices) -> None:
-    if devices.parts > 1 and prompts % (devices.parts * microbatches):
-        cuts = f" × {microbatches} micro-batches" if microbatches > 1 else ""
-        raise ValueError(
-            f"{name} ({prompts}) must be a multiple of {devices.parts} devices{cuts}: prompts are spread evenly over "
-            f"{devices.name}"
-        )
+    scoring.check(1 if callable(task.reward) else len(task.reward))
+    if not isinstance(objective, Objective | AdaptiveObjective):
+        raise TypeError(f"objective must be an Objective, such as grpo(), got {objective!r}")
+    if critic is None and reads(objective) & {"value_T", "old_value_T"}:
+        raise ValueError("the objective reads values of a critic: pass critic=value_network(model)")
 
 
 def check_rows(task: Task) -> None:
@@ -80,17 +41,59 @@ def check_rows(task: Task) -> None:
         raise ValueError(f"task {task.name!r} has no training rows")
 
 
-def check_gap(metrics: dict, config: Any) -> None:
-    """In the first epoch on a batch sampler and trainer have the same parameters: they must
-    agree.
-    """
+def check_steps(steps: int, state: RunState) -> None:
+    whole("steps", steps, 0)
+    if not isinstance(state, RunState):
+        raise TypeError(f"state must be a RunState, as stages.start(params) gives, got {state!r}")
+
+
+def check_staleness(max_staleness: int, objective: Objective | AdaptiveObjective) -> None:
+    """Data of an older policy needs a ratio to it, which corrects for its age."""
+    whole("max_staleness", max_staleness, 0)
+    read = reads_in_loss(objective_at(objective))
+    if max_staleness and not read & {"old_logp_T", "sampler_logp_T"}:
+        raise ValueError(
+            f"max_staleness={max_staleness} needs an objective with a ratio to the policy that "
+            "sampled, which corrects for its age; this one does not read old_logp_T"
+        )
+
+
+def check_state(state: RunState | None, objective: Objective | AdaptiveObjective) -> None:
+    """A state to continue from must hold what the objective reads."""
+    if state is None:
+        return
+    if not isinstance(state, RunState):
+        raise TypeError(f"state must be a RunState, as train yields, got {type(state).__name__}")
+    if "ref_logp_T" in reads(objective) and state.reference is None:
+        raise ValueError(
+            "the objective reads a reference policy and the state has none: restore the state "
+            "with its reference, or give it one with state._replace(reference=…)"
+        )
+
+
+def sampler_limit(config: Any) -> tuple[float, str]:
+    """The largest mean difference that rounding explains, and the type that it is told for."""
     dtype = str(getattr(config, "dtype", "float32"))
     exact = jax.config.jax_default_matmul_precision in ("float32", "highest")
-    rounded = dtype if exact or dtype != "float32" else ROUNDED.get(jax.default_backend(), dtype)
-    gap = metrics["sampler_logp_diff"]
-    limit = GAP.get(rounded, GAP["float32"])
-    if not gap <= limit:  # NaN is no agreement either
+    rounded = dtype
+    if dtype == "float32" and not exact:
+        rounded = ROUNDED.get(jax.default_backend(), dtype)
+    return LIMITS.get(rounded, LIMITS["float32"]), dtype
+
+
+def check_sampler(metrics: dict[str, float], config: Any) -> None:
+    """Completions that these very parameters sampled must have the log-probabilities they had.
+
+    The difference is dropped from the metrics of a batch without any.
+    """
+    if metrics.get("frac_fresh") == 0:
+        del metrics["sampler_logp_diff"]
+        return
+    difference = metrics["sampler_logp_diff"]
+    limit, dtype = sampler_limit(config)
+    if not difference <= limit:  # NaN is no agreement either
         raise SamplerMismatchError(
-            f"the trainer's log-probabilities differ from the sampler's by {gap:.2g} a token on average (limit "
-            f"{limit:g} for {dtype}): temperature, filters, positions or weights are not the same"
+            f"the trainer's log-probabilities differ from the sampler's by {difference:.2g} a "
+            f"token on average (limit {limit:g} for {dtype}): temperature, filters, positions or "
+            "weights are not the same"
         )

@@ -15,30 +15,39 @@ import jax
 import numpy as np
 
 from grpo_jax.inference.generate import generate
-from grpo_jax.inference.logprobs import Sampling
 from grpo_jax.inference.text import completion_texts, encode, prompt_texts
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.options import Generation, OptionError, Sampling, Scoring, whole
 from grpo_jax.parallel.backends import SINGLE, Devices
 from grpo_jax.parallel.processes import run_and_gather
 from grpo_jax.rewards import score
 from grpo_jax.tasks import Task
 from grpo_jax.types import Params
 
-GREEDY = Sampling(temperature=0.0)
+GREEDY = Generation(group_size=1, sampling=Sampling(temperature=0.0))
 
 
 class Evaluation(NamedTuple):
-    """`accuracy` is the mean reward over the scorable completions; `reward_PN` has N completions a
-    row, NaN where a completion could not be scored; `texts` the completions, `[P][N]`; `length`
-    their mean number of tokens."""
+    """Rewards of completions of some rows, and their texts.
 
-    accuracy: float
+    `reward_PN` has N completions a row, NaN where a completion could not be scored, and `texts` has
+    the completions, `[P][N]`. `mean_reward` is over the scorable ones; `length` is their mean
+    number of tokens, `truncated` the share that the length limit cut off.
+    """
+
+    mean_reward: float
     unscorable: int
     length: float
     truncated: float
     reward_PN: np.ndarray
     texts: list[list[str]]
+
+    @property
+    def accuracy(self) -> float | None:
+        """The share of right completions where every reward is 0 or 1; None for other rewards."""
+        known = self.reward_PN[~np.isnan(self.reward_PN)]
+        return self.mean_reward if np.isin(known, (0.0, 1.0)).all() else None
 
 
 def evaluate(
@@ -48,97 +57,115 @@ def evaluate(
     task: Task,
     rows: Sequence[dict],
     *,
-    max_new_tokens: int,
-    samples: int = 1,
-    sampling: Sampling = GREEDY,
+    generation: Generation = GREEDY,
     key: jax.Array | None = None,
     batch_size: int = 64,
     prompt_length: int | None = None,
-    on_error: str = "raise",
+    scoring: Scoring = Scoring(),
     progress: Callable[[int], None] = lambda rows: None,
     devices: Devices = SINGLE,
 ) -> Evaluation | None:
-    """Completes every row `samples` times and scores it with the task's reward.
+    """Completes every row `generation.group_size` times and scores it with the task's reward.
 
-    Rows go through in batches of one shape (`batch_size` prompts, the last one filled up and cut
-    again), so one program is compiled; a batch is enlarged to a multiple of the parts that
-    `devices` needs. `prompt_length` pads prompts to a given width. `key` is needed unless sampling
-    is greedy; row i draws the same noise whatever the batch size. `on_error` is that of
-    `rewards.score`. `progress` is called with the number of rows done. Of several processes each
-    completes and scores a part of every batch, and all return the whole result. With shapes for
-    parameters its program is listed (`devices.listed`), and None returned.
+    Rows go through in batches of one shape (the last one is filled up and cut again), so one
+    program is compiled; a batch is enlarged to a multiple of the parts that `devices` needs. Row i
+    draws the same noise whatever the batch size. Of several processes each completes and scores a
+    part of every batch, and all return the whole result.
+
+    Args:
+      model: pure functions of one sequence.
+      params: the policy's parameters.
+      tokenizer: between messages, ids and text.
+      task: a prompt for each row, and the reward.
+      rows: what is evaluated, such as `task.held_out`.
+      generation: how completions are sampled; greedy by default.
+      key: the root of the noise; needed unless sampling is greedy.
+      batch_size: rows that are completed at a time.
+      prompt_length: tokens that prompts are padded to; None: as many as the longest has.
+      scoring: how rewards are called and weighed, as in training.
+      progress: is called with the number of rows done.
+      devices: where the program runs.
+
+    Returns:
+      the evaluation; with shapes for parameters, its program is listed (`backends.listed`), nothing
+      runs, and None is returned.
+
+    Raises:
+      OptionError: an option is out of its range, or two do not fit together.
+      ValueError: there are no rows, or no key for sampling.
     """
-    if not rows:
-        raise ValueError("no rows to evaluate")
-    if samples < 1 or batch_size < 1:
-        raise ValueError(
-            f"samples and batch_size must be at least 1, got {samples} and {batch_size}"
-        )
-    if sampling.temperature == 0 and samples > 1:
-        raise ValueError(
-            f"greedy decoding gives one completion a row, so samples={samples} would repeat it"
-        )
-    if key is None and sampling.temperature != 0:
-        raise ValueError("sampling at a temperature needs a key")
+    check_evaluation(rows, generation, key, batch_size, scoring)
     prompts = encode(tokenizer, task.prompt, rows, length=prompt_length)
     batch_size = -(-min(batch_size, len(rows)) // devices.parts) * devices.parts
     weights = devices.for_decoding(devices.put("state", params))
     key = devices.put("whole", jax.random.key(0) if key is None else key)
-    draw = devices.per_prompt(
-        partial(
-            generate,
-            model,
-            group_size=samples,
-            max_new_tokens=max_new_tokens,
-            stop_ids=tokenizer.stop_ids,
-            pad_id=tokenizer.pad_id,
-            **sampling._asdict(),
-        ),
-        ("decode", "prompts", "whole", "first"),
-        "rows",
-    )
-    held = devices.held(batch_size)
-    mine = np.isin(held, devices.own(batch_size))
-    done = []
+    options = {"stop_ids": tokenizer.stop_ids, "pad_id": tokenizer.pad_id}
+    sample = partial(generate, model, generation=generation, **options)
+    program = devices.per_prompt(sample, ("decode", "prompts", "whole", "first"), "rows")
+    local_rows = devices.local_rows(batch_size)
+    mine = np.isin(local_rows, devices.owned_rows(batch_size))
+    done: list[tuple] = []
     for start in range(0, len(rows), batch_size):
-        index = start + held
-        part = devices.put_rows(
-            jax.tree.map(lambda x, i=index: x[np.where(i < len(rows), i, 0)], prompts)
-        )
-        drawn = draw(weights, part, key, start)
-        scored = mine & (index < len(rows))
+        index = start + local_rows
+        filled = np.where(index < len(rows), index, 0)
+        part = devices.put_rows(jax.tree.map(lambda x, i=filled: x[i], prompts))
+        drawn = program(weights, part, key, start)
         if isinstance(drawn.mask_PGT, jax.ShapeDtypeStruct):
             return None
-        drawn = devices.fetch(drawn)
-        drawn = jax.tree.map(lambda x, kept=scored: x[kept], drawn)
-        judge = partial(_judged, task, tokenizer, rows, index[scored], drawn, on_error)
+        scored = mine & (index < len(rows))
+        drawn = jax.tree.map(lambda x, kept=scored: x[kept], devices.fetch(drawn))
+        judge = partial(_scored, task, tokenizer, scoring, rows, index[scored], drawn)
         done += sorted(chain(*run_and_gather(judge)), key=itemgetter(0))
         progress(len(done))
+    return _summarised(done)
+
+
+def check_evaluation(
+    rows: Sequence[dict],
+    generation: Generation,
+    key: jax.Array | None,
+    batch_size: int,
+    scoring: Scoring,
+) -> None:
+    if not rows:
+        raise ValueError("no rows to evaluate")
+    whole("batch_size", batch_size, 1)
+    scoring.check()
+    samples = generation.check().group_size
+    greedy = generation.sampling.temperature == 0
+    if greedy and samples > 1:
+        problem = (
+            f"must be 1: greedy decoding gives one completion a row, it would repeat {samples}"
+        )
+        raise OptionError("group_size", problem)
+    if key is None and not greedy:
+        raise ValueError("sampling at a temperature needs a key")
+
+
+def _scored(task, tokenizer, scoring: Scoring, rows, index, drawn) -> list[tuple]:
+    """(place, reward_N, texts, length_N, stopped_N) of the rows whose completions are `drawn`."""
+    if not len(index):
+        return []
+    rows = [rows[i] for i in index]
+    texts = completion_texts(tokenizer, drawn)
+    options = {"weights": scoring.weights, "on_error": scoring.on_error}
+    reward_PN = score(task.reward, rows, prompt_texts(task, rows), texts, **options).reward_PG
+    length_PN = drawn.mask_PGT.sum(-1)
+    return list(zip(index, reward_PN, texts, length_PN, drawn.stopped_PG, strict=True))
+
+
+def _summarised(done: list[tuple]) -> Evaluation:
     _, rewards, texts, lengths, stopped = zip(*done, strict=True)
     reward_PN = np.stack(rewards)
     known = ~np.isnan(reward_PN)
     return Evaluation(
-        accuracy=float(reward_PN[known].mean()) if known.any() else float("nan"),
+        mean_reward=float(reward_PN[known].mean()) if known.any() else float("nan"),
         unscorable=int((~known).sum()),
         length=float(np.stack(lengths).mean()),
         truncated=float(1 - np.stack(stopped).mean()),
         reward_PN=reward_PN,
         texts=list(texts),
     )
-
-
-def _judged(task, tokenizer, rows, index, drawn, on_error) -> list[tuple]:
-    """(place, reward_N, texts, length_N, stopped_N) of some of the rows, whose completions are
-    `drawn`.
-    """
-    if not len(index):
-        return []
-    rows = [rows[i] for i in index]
-    texts = completion_texts(tokenizer, drawn)
-    reward_PN = score(
-        task.reward, rows, prompt_texts(task, rows), texts, on_error=on_error
-    ).reward_PG
-    return list(zip(index, reward_PN, texts, drawn.mask_PGT.sum(-1), drawn.stopped_PG, strict=True))
 
 
 def pass_at_k(correct_PN: np.ndarray, k: int) -> float:

@@ -1,10 +1,9 @@
-"""A supervised start for GRPO, as a generator of (state, metrics): the same train step with
-cross-entropy as its loss.
+"""Supervised fine-tuning as a start for GRPO: the same train step, with cross-entropy as its loss.
 
 Left out on purpose: supervised training for its own sake, with held-out losses and checkpoints.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -15,27 +14,25 @@ from grpo_jax.inference.text import encode
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective
+from grpo_jax.options import Batching, Generation, Update, check_cuts, whole
 from grpo_jax.parallel.backends import SINGLE, Devices
 from grpo_jax.tasks import Task
-from grpo_jax.training.checks import check_parts, check_rows
-from grpo_jax.training.loop import begin, chunk_of, prompt_width, rows_of
+from grpo_jax.training.checks import check_rows
+from grpo_jax.training.stages import logit_chunk_of, prompt_width, row_indices, start
 from grpo_jax.training.train_step import make_train_step
 from grpo_jax.types import Batch, Mean, Params, Rollout, Sample, TrainState
 
 
 def nll(logp_T: jax.Array, sample: Sample) -> Mean:
-    """The supervised loss of one completion, −Σ_t log π_t over its tokens, to be divided by the
-    tokens of the batch.
-    """
-    return Mean(
-        -jnp.where(sample.mask_T, logp_T, 0.0).sum(), sample.mask_T.sum().astype(jnp.float32)
-    )
+    """−Σ_t log π_t over a completion's tokens, to be divided by the tokens of the batch."""
+    total = -jnp.where(sample.mask_T, logp_T, 0.0).sum()
+    return Mean(total, sample.mask_T.sum().astype(jnp.float32))
 
 
 SUPERVISED = Objective(advantage=jnp.zeros_like, loss=nll)
 
 
-def warm_up(
+def sft(
     model: LanguageModel,
     params: Params,
     task: Task,
@@ -46,48 +43,65 @@ def warm_up(
     batch_size: int = 64,
     seed: int = 0,
     prompt_length: int | None = None,
-    chunk: int | None = None,
+    logit_chunk: int | None = None,
     devices: Devices = SINGLE,
 ) -> Iterator[tuple[TrainState, dict]]:
-    """Supervised updates on the targets of `task.train`, one yield of `(state, metrics)` each: a
-    start for GRPO.
+    """Supervised updates on the targets of `task.train`, one yield of `(state, metrics)` each.
 
-    A target is a group of one whose advantage is not needed: the same train step, with
-    cross-entropy as its loss.
+    A target is a group of one whose advantage is not needed.
+
+    Args:
+      model: pure functions of one sequence.
+      params: where training starts.
+      task: rows, a prompt and a target for each.
+      tokenizer: between messages, ids and text.
+      optimizer: an Optax transformation.
+      steps: updates.
+      batch_size: rows of an update.
+      seed: of the order of rows.
+      prompt_length: tokens that prompts are padded to; None: as many as the longest has.
+      logit_chunk: tokens that are projected on the vocabulary at a time.
+      devices: where the program runs.
+
+    Raises:
+      OptionError: an option is out of its range.
+      ValueError: the task has no rows.
     """
-    if steps < 0 or batch_size < 1:
-        raise ValueError(
-            f"steps must be at least 0 and batch_size at least 1, got {steps} and {batch_size}"
-        )
+    whole("steps", steps, 0)
+    whole("batch_size", batch_size, 1)
     check_rows(task)
-    check_parts("batch_size", batch_size, 1, devices)
-    model, chunk = devices.for_training(model), chunk_of(model, devices) if chunk is None else chunk
-    step = make_train_step(model, SUPERVISED, optimizer, chunk=chunk, axis_name=devices.axis_name)
+    check_cuts(Generation(), Update(), Batching(batch_size), devices.parts)
+    model = devices.for_training(model)
+    chunk = logit_chunk_of(model, devices) if logit_chunk is None else logit_chunk
+    update = Update(logit_chunk=chunk, old_logp="sampler")
+    step = make_train_step(model, SUPERVISED, optimizer, update=update, axis_name=devices.axis_name)
     step = devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
-    targets = [[*tokenizer.encode(task.target(row)), tokenizer.stop_ids[0]] for row in task.train]
+    targets = [target_ids(task, tokenizer, row) for row in task.train]
     longest = -(-max(map(len, targets)) // 8) * 8
-    tagged = [dict(row) | {"_target": ids} for row, ids in zip(task.train, targets, strict=True)]
-    state = begin(params, optimizer, seed, devices=devices).state
-    held = devices.held(batch_size)
-    for iteration in range(steps):
-        rows = rows_of(iteration, tagged, batch_size, seed)
-        rows = [rows[i] for i in held]
-        ids = [row.pop("_target") for row in map(dict, rows)]
-        tokens = np.full((len(rows), 1, longest), tokenizer.pad_id, np.int32)
-        for row, target in zip(tokens[:, 0], ids, strict=True):
-            row[: len(target)] = target
-        mask = np.arange(longest) < np.array([len(target) for target in ids])[:, None, None]
-        prompts = encode(tokenizer, task.prompt, rows, length=width)
-        zeros = np.zeros(mask.shape, np.float32)
-        rollout = Rollout(prompts, tokens, mask, zeros, np.ones((len(rows), 1), bool))
-        batch = Batch(rollout, Sample(mask_T=mask, old_logp_T=zeros, adv=zeros[..., 0]))
-        state, metrics = step(state, devices.put_rows(batch))
-        yield (
-            state,
-            {
-                "iteration": iteration + 1,
-                "loss": metrics["loss"],
-                "grad_norm": metrics["grad_norm"],
-            },
-        )
+    state = start(SUPERVISED, optimizer, seed, None, devices, params).train
+    local_rows = devices.local_rows(batch_size)
+    for number in range(steps):
+        index = row_indices(number * batch_size, batch_size, len(targets), seed)[local_rows]
+        prompts = encode(tokenizer, task.prompt, [task.train[i] for i in index], length=width)
+        batch = supervised_batch(prompts, [targets[i] for i in index], longest, tokenizer.pad_id)
+        state, found = step(state, devices.put_rows(batch))
+        shown = {name: found[name] for name in ("loss", "grad_norm")}
+        yield state, {"iteration": number + 1} | shown
+
+
+def target_ids(task: Task, tokenizer: Tokenizer, row: dict) -> list[int]:
+    """A right completion as ids, with the stop token that ends it."""
+    return [*tokenizer.encode(task.target(row)), tokenizer.stop_ids[0]]
+
+
+def supervised_batch(prompts, targets: Sequence[Sequence[int]], longest: int, pad_id: int) -> Batch:
+    """Targets as groups of one, `[P, 1, longest]`."""
+    tokens = np.full((len(targets), 1, longest), pad_id, np.int32)
+    for row, target in zip(tokens[:, 0], targets, strict=True):
+        row[: len(target)] = target
+    length = np.array([len(target) for target in targets])
+    mask = np.arange(longest) < length[:, None, None]
+    zeros = np.zeros(mask.shape, np.float32)
+    rollout = Rollout(prompts, tokens, mask, zeros, np.ones((len(targets), 1), bool))
+    return Batch(rollout, Sample(mask_T=mask, old_logp_T=zeros, adv=zeros[..., 0]))

@@ -1,5 +1,4 @@
-"""One GRPO update as a pure function: micro-batches by scan, `Mean` pairs, one division, one Optax
-update an epoch.
+"""One GRPO update as a pure function: micro-batches by scan, `Mean` pairs, one division, Optax.
 
 The gradient of a loss Σ total / Σ weight is accumulated as the gradient of Σ total and divided once
 by the global weight, so that it does not depend on the number of micro-batches or devices, whatever
@@ -10,18 +9,25 @@ data, logging.
 """
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from grpo_jax.inference.critic import Critic, policy_of
-from grpo_jax.inference.logprobs import Sampling, completion_scores
+from grpo_jax.inference.logprobs import completion_scores
 from grpo_jax.models.language_model import LanguageModel
-from grpo_jax.objectives import Objective, batch_loss, diagnostics, reads_in_loss
-from grpo_jax.types import Array, Batch, Mean, Params, TrainState, add_means
-
-OLD_LOGP = ("sampler", "first_epoch")
+from grpo_jax.objectives import (
+    AdaptiveObjective,
+    Objective,
+    batch_loss,
+    diagnostics,
+    objective_at,
+    reads_in_loss,
+)
+from grpo_jax.options import Sampling, Update
+from grpo_jax.types import Array, Batch, Mean, Params, Rollout, Sample, TrainState, add_means
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
@@ -29,20 +35,250 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
     return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
 
 
-def cut(batch: Batch, microbatches: int, group_microbatches: int) -> Batch:
-    """Cuts P into `microbatches` and G into `group_microbatches` parts: `[cuts, P/m, G/g, ...]`
-    leaves.
+class Moment(NamedTuple):
+    """Which epoch on a batch this is, and how many updates lay behind the first one."""
 
-    Components are strided, not contiguous: when P is sharded over devices every micro-batch spans
-    all of them. A prompt whose group is cut goes with each part.
+    epoch: int
+    updates: Array
+
+
+class StepParts(NamedTuple):
+    """What an update is made of, once its objective's state is known."""
+
+    model: LanguageModel
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    update: Update
+    sampling: Sampling
+    critic: Critic | None
+    axis_name: str | None
+    fields: frozenset[str]  # what the loss reads of a sample
+
+    @property
+    def cuts(self) -> int:
+        return self.update.microbatches * self.update.group_microbatches
+
+    def everywhere(self, sums: Any) -> Any:
+        """Sums over devices, where a mapped axis spreads the batch over them."""
+        return jax.lax.psum(sums, self.axis_name) if self.axis_name else sums
+
+
+def make_train_step(
+    model: LanguageModel,
+    objective: Objective | AdaptiveObjective,
+    optimizer: optax.GradientTransformation,
+    *,
+    update: Update = Update(),
+    sampling: Sampling = Sampling(),
+    critic: Critic | None = None,
+    axis_name: str | None = None,
+) -> Callable[..., tuple[TrainState, dict[str, Array]]]:
+    """`step(state, batch, objective_state=None) -> (state, metrics)`: μ updates, π_old fixed.
+
+    Each of `update.epochs` computes `∇ (Σ total / Σ weight)` of the objective's loss over the whole
+    batch, in `microbatches × group_microbatches` parts, and applies one update of the optimiser.
+    The batch's prompts must be divisible by `microbatches`, its group size by `group_microbatches`
+    (for groups too large for memory; the prompt is then computed once a part).
+
+    `update.old_logp` says what π_old is. "sampler": `samples.old_logp_T` as the batch has it (the
+    sampler's own log-probabilities; ratios are 1 up to rounding). "first_epoch": the first epoch's
+    own log-probabilities, at no further cost (ratios are exactly 1 there). "auto": the first
+    epoch's for prompts that these very parameters sampled (`rollout.update_P` says so), and for all
+    of them where the loss reads `sampler_logp_T` and corrects for the sampler by itself; the
+    sampler's for prompts that an older policy sampled, and where nobody says which one did.
+
+    Metrics: `loss`, `grad_norm` (before the optimiser's own clipping) and the objective's
+    diagnostics; `sampler_logp_diff`, the mean of |log π − log π_sampler| in the first epoch over
+    the tokens that these very parameters sampled, is rounding noise unless sampler and trainer
+    disagree; `frac_fresh` is those tokens' share, where `rollout.update_P` is known.
+
+    Args:
+      model: pure functions of one sequence.
+      objective: what is optimised.
+      optimizer: an Optax transformation.
+      update: epochs, micro-batches, what π_old is.
+      sampling: the distribution that the completions were drawn from.
+      critic: for a loss that reads `value_T`; parameters are then `{"policy": …, "critic": …}`.
+      axis_name: a mapped axis that pairs and gradients are summed over before the division.
+
+    Raises:
+      OptionError: an option is out of its range.
+      ValueError: the loss reads values and there is no critic.
     """
-    m = microbatches
-    g = group_microbatches
+    update.check()
+    sampling.check_training()
+    fields = reads_in_loss(objective_at(objective))
+    if "value_T" in fields and critic is None:
+        raise ValueError("the objective reads value_T: pass a critic, such as value_network(model)")
+
+    def step(state: TrainState, batch: Batch, objective_state: Any = None):
+        bound = objective_at(objective, objective_state)
+        parts = StepParts(model, bound, optimizer, update, sampling, critic, axis_name, fields)
+        return take_step(parts, state, batch)
+
+    return step
+
+
+def take_step(s: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
+    """The updates of one batch, and the mean of each metric over the epochs that have it."""
+    number, params, opt_state = state
+    rest = batch.rest or {}
+    parts = cut(batch._replace(rest=None), s.update.microbatches, s.update.group_microbatches)
+    history = []
+    for epoch in range(s.update.epochs):
+        grads, loss, seen, old = gradient(s, params, parts, Moment(epoch, number), rest)
+        parts = parts._replace(samples=parts.samples._replace(old_logp_T=old))
+        values = {name: mean.value() for name, mean in seen.items()}
+        history.append({"loss": loss.value(), "grad_norm": optax.tree.norm(grads)} | values)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        updates, opt_state = s.optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    return TrainState(number + s.update.epochs, params, opt_state), mean_of_epochs(history)
+
+
+def mean_of_epochs(history: list[dict[str, Array]]) -> dict[str, Array]:
+    """The mean of every metric over the epochs that measured it."""
+    having = {name: [epoch[name] for epoch in history if name in epoch] for name in history[0]}
+    return {name: sum(values) / len(values) for name, values in having.items()}
+
+
+def gradient(
+    s: StepParts, params: Params, parts: Batch, at: Moment, rest: dict[str, Mean]
+) -> tuple[Params, Mean, dict[str, Mean], Array]:
+    """The float32 gradient of a batch's loss, its pairs, and π_old of every part."""
+    if s.cuts == 1:
+        return gradient_at_once(s, params, jax.tree.map(lambda x: x[0], parts), at, rest)
+
+    def one(part):
+        valued = jax.value_and_grad(part_loss, argnums=1, has_aux=True)
+        (_, (loss, seen, old)), grads = valued(s, params, part, at)
+        return (single(grads), loss, seen), old
+
+    def add(sums, part):
+        more, old = one(part)
+        return add_means(sums, more), old
+
+    shapes = jax.eval_shape(lambda: one(jax.tree.map(lambda x: x[0], parts))[0])
+    zeros = jax.tree.map(lambda shape: jnp.zeros(shape.shape, shape.dtype), shapes)
+    (grads, loss, seen), old = jax.lax.scan(add, zeros, parts)
+    loss, seen, scale = whole_batch(s, loss, seen, rest)
+    return jax.tree.map(lambda g: g * scale, s.everywhere(grads)), loss, seen, old
+
+
+def gradient_at_once(s: StepParts, params, part: Batch, at: Moment, rest: dict[str, Mean]):
+    """As `gradient`, of a batch that is not cut.
+
+    The division goes in where the backward pass begins, so that no second copy of the gradient
+    exists, which is as large as the model.
+    """
+    of_params = lambda params: part_loss(s, params, part, at)
+    _, pull, (loss, seen, old) = jax.vjp(of_params, params, has_aux=True)
+    loss, seen, scale = whole_batch(s, loss, seen, rest)
+    return s.everywhere(single(pull(scale)[0])), loss, seen, old[None]
+
+
+def single(grads: Params) -> Params:
+    """Gradients in float32: sums over parts and devices would round in a narrower type."""
+    return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+
+
+def whole_batch(s: StepParts, loss: Mean, seen: dict[str, Mean], rest: dict[str, Mean]):
+    """Pairs of the whole batch, and what the one division makes of a gradient of totals."""
+    loss, seen = s.everywhere((loss, seen))
+    if rest:
+        loss = add_means(loss, rest["loss"])
+        seen = {name: add_means(x, rest[name]) if name in rest else x for name, x in seen.items()}
+    positive = jnp.where(loss.weight > 0, loss.weight, 1.0)
+    return loss, seen, jnp.where(loss.weight > 0, 1.0 / positive, 0.0)
+
+
+def part_loss(s: StepParts, params: Params, part: Batch, at: Moment):
+    """The loss of a part of the batch: its total, and with it pairs, diagnostics and π_old."""
+    rollout = part.rollout
+    logp, entropy = completion_scores(
+        s.model,
+        policy_of(s.critic, params),
+        rollout.prompts,
+        rollout.tokens_PGT,
+        rollout.mask_PGT,
+        token_index_PN=rollout.token_index_PN,
+        sampling=s.sampling,
+        with_entropy="entropy_T" in s.fields,
+        chunk=s.update.logit_chunk,
+    )
+    fixed = jax.lax.stop_gradient(logp)
+    samples = part.samples._replace(old_logp_T=old_logp(s, at, fixed, rollout, part.samples))
+    if "entropy_T" in s.fields:
+        samples = samples._replace(entropy_T=entropy)
+    if "value_T" in s.fields:
+        values = s.critic.values(params["critic"], rollout.prompts, rollout.tokens_PGT)
+        samples = samples._replace(value_T=values)
+    loss = batch_loss(s.objective, logp, samples)
+    seen = diagnostics(s.objective, fixed, jax.lax.stop_gradient(samples))
+    seen.pop("sampler_logp_diff", None)  # that of π_old
+    if at.epoch == 0:  # later the parameters have moved: what differs then is not the sampler
+        seen |= sampler_difference(at, fixed, rollout)
+    return loss.total, (loss, seen, samples.old_logp_T)
+
+
+def own_old_logp(mode: str, objective: Objective | AdaptiveObjective) -> bool:
+    """Whether π_old is the first epoch's own policy, also where a batch is not fresh."""
+    corrects = "sampler_logp_T" in reads_in_loss(objective_at(objective))
+    return mode == "first_epoch" or (mode == "auto" and corrects)
+
+
+def old_logp(s: StepParts, at: Moment, fixed: Array, rollout: Rollout, samples: Sample) -> Array:
+    """log π_old of a part of the batch; see `make_train_step`."""
+    mode = s.update.old_logp
+    if at.epoch > 0 or mode == "sampler":
+        return samples.old_logp_T
+    if mode == "first_epoch" or "sampler_logp_T" in s.fields:
+        return fixed
+    fresh_P = fresh_prompts(rollout, at.updates)
+    return samples.old_logp_T if fresh_P is None else by_prompt(fresh_P, fixed, samples.old_logp_T)
+
+
+def fresh_prompts(rollout: Rollout, updates: Array) -> Array | None:
+    """Which prompts these very parameters sampled; None where nobody says."""
+    return None if rollout.update_P is None else rollout.update_P == updates
+
+
+def by_prompt(chosen_P: Array, yes_PGT: Array, no_PGT: Array) -> Array:
+    return jnp.where(chosen_P[:, None, None], yes_PGT, no_PGT)
+
+
+def sampler_difference(at: Moment, fixed: Array, rollout: Rollout) -> dict[str, Mean]:
+    """|log π − log π_sampler| over the tokens that these very parameters sampled, and their share.
+
+    Over no others: an older policy's differ because the policy has moved.
+    """
+    mask_PGT = rollout.mask_PGT
+    tokens = mask_PGT.sum().astype(jnp.float32)
+    fresh_P = fresh_prompts(rollout, at.updates)
+    if fresh_P is not None:
+        mask_PGT = by_prompt(fresh_P, mask_PGT, False)
+    count = mask_PGT.sum().astype(jnp.float32)
+    difference = jnp.where(mask_PGT, jnp.abs(fixed - rollout.logp_PGT), 0.0)
+    found = {"sampler_logp_diff": Mean(difference.sum(), count)}
+    return found if fresh_P is None else found | {"frac_fresh": Mean(count, tokens)}
+
+
+def cut(batch: Batch, microbatches: int, group_microbatches: int) -> Batch:
+    """Cuts P into `microbatches` and G into `group_microbatches` parts: `[cuts, P/m, G/g, ...]`.
+
+    Parts are strided, not contiguous: when P is sharded over devices every micro-batch spans all of
+    them. A prompt whose group is cut goes with each part.
+    """
+    m, g = microbatches, group_microbatches
     P, G = batch.rollout.tokens_PGT.shape[:2]
     if P % m or G % g:
         raise ValueError(
-            f"a batch of {P} prompts × {G} completions cannot be cut into {m} × {g} equal micro-batches: "
-            f"microbatches must divide {P} and group_microbatches must divide {G}"
+            f"a batch of {P} prompts × {G} completions cannot be cut into {m} × {g} equal "
+            f"micro-batches: microbatches must divide {P} and group_microbatches must divide {G}"
+        )
+    if g > 1 and batch.rollout.token_index_PN is not None:
+        raise ValueError(
+            "a packed batch lists the tokens of whole groups: it goes with group_microbatches=1"
         )
 
     def groups(x):
@@ -53,180 +289,9 @@ def cut(batch: Batch, microbatches: int, group_microbatches: int) -> Batch:
         x = jnp.moveaxis(x.reshape(P // m, m, *x.shape[1:]), 1, 0)
         return jnp.repeat(x, g, axis=0)
 
-    if g > 1 and batch.rollout.token_index_PN is not None:
-        raise ValueError(
-            "a packed batch lists the tokens of whole groups: it goes with group_microbatches=1 only"
-        )
-    parts = jax.tree.map(
-        groups, batch._replace(rollout=batch.rollout._replace(prompts=None, token_index_PN=None))
-    )
-    whole = jax.tree.map(prompts, (batch.rollout.prompts, batch.rollout.token_index_PN))
-    return parts._replace(rollout=parts.rollout._replace(prompts=whole[0], token_index_PN=whole[1]))
-
-
-def make_train_step(
-    model: LanguageModel,
-    objective: Objective,
-    optimizer: optax.GradientTransformation,
-    *,
-    microbatches: int = 1,
-    group_microbatches: int = 1,
-    epochs: int = 1,
-    sampling: Sampling = Sampling(),
-    old_logp: str = "sampler",
-    critic: Critic | None = None,
-    axis_name: str | None = None,
-    chunk: int | None = None,
-) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Array]]]:
-    """`step(state, batch) -> (state, metrics)`: `epochs` updates (the paper's μ) on one batch,
-    π_old fixed.
-
-    Each epoch computes `∇ (Σ total / Σ weight)` of `objective.loss` over the whole batch in
-    `microbatches × group_microbatches` parts and applies one `optimizer` update. The batch's
-    prompts must be divisible by `microbatches`, its group size by `group_microbatches` (for groups
-    too large for memory; the prompt is then computed once a part).
-
-    `sampling` is the distribution the rollout was drawn from. `old_logp` says what π_old is:
-    "sampler" keeps `samples.old_logp_T` as the batch has it (the sampler's own log-probabilities:
-    ratios are 1 up to rounding), "first_epoch" takes the first epoch's own log-probabilities
-    (ratios are exactly 1 there, at no further cost; right when the batch was sampled from these
-    very parameters). With `axis_name`, pairs and gradients are summed over that mapped axis before
-    the division. `chunk` is the number of tokens projected on the vocabulary at a time; None: as
-    many as the logits' memory allows (`policy.LOGITS`).
-
-    An objective that reads `value_T` needs a `critic`; parameters are then `{"policy": …, "critic":
-    …}`.
-
-    Metrics: `loss`, `grad_norm` (before the optimiser's own clipping), the objective's diagnostics,
-    and `sampler_logp_diff`, the mean of |log π − log π_sampler| in the first epoch, which is
-    rounding noise unless sampler and trainer disagree.
-    """
-    for name, value in (
-        ("microbatches", microbatches),
-        ("group_microbatches", group_microbatches),
-        ("epochs", epochs),
-    ):
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be a positive integer, got {value!r}")
-    if old_logp not in OLD_LOGP:
-        raise ValueError(f"old_logp must be one of {OLD_LOGP}, got {old_logp!r}")
-    sampling.checked()
-    if sampling.temperature == 0:
-        raise ValueError(
-            "temperature must be above 0 in training: a greedy sampler has no policy gradient"
-        )
-    fields = reads_in_loss(objective)
-    with_entropy = "entropy_T" in fields
-    with_value = "value_T" in fields
-    if with_value and critic is None:
-        raise ValueError("the objective reads value_T: pass a critic, such as value_network(model)")
-    cuts = microbatches * group_microbatches
-
-    def part_loss(params: Params, part: Batch, own_old: bool):
-        rollout = part.rollout
-        samples = part.samples
-        logp, entropy = completion_scores(
-            model,
-            policy_of(critic, params),
-            rollout.prompts,
-            rollout.tokens_PGT,
-            rollout.mask_PGT,
-            token_index_PN=rollout.token_index_PN,
-            sampling=sampling,
-            with_entropy=with_entropy,
-            chunk=chunk,
-        )
-        fixed = jax.lax.stop_gradient(logp)
-        samples = samples._replace(
-            old_logp_T=fixed if own_old else samples.old_logp_T,
-            entropy_T=entropy if with_entropy else samples.entropy_T,
-        )
-        if with_value:
-            samples = samples._replace(
-                value_T=critic.values(params["critic"], rollout.prompts, rollout.tokens_PGT)
-            )
-        loss = batch_loss(objective, logp, samples)
-        gap = jnp.where(rollout.mask_PGT, jnp.abs(fixed - rollout.logp_PGT), 0.0)
-        seen = diagnostics(objective, fixed, jax.lax.stop_gradient(samples))
-        seen["sampler_logp_diff"] = Mean(gap.sum(), rollout.mask_PGT.sum().astype(jnp.float32))
-        return loss.total, (loss, seen, fixed)
-
-    everywhere = lambda sums: jax.lax.psum(sums, axis_name) if axis_name else sums
-
-    def whole(loss: Mean, seen: dict[str, Mean], rest: dict[str, Mean]):
-        """Pairs of the whole batch, and the one division: what its weight makes of a gradient of
-        totals.
-        """
-        loss, seen = everywhere((loss, seen))
-        if rest:
-            loss = add_means(loss, rest["loss"])
-            seen = {
-                name: add_means(mean, rest[name]) if name in rest else mean
-                for name, mean in seen.items()
-            }
-        return (
-            loss,
-            seen,
-            jnp.where(loss.weight > 0, 1.0 / jnp.where(loss.weight > 0, loss.weight, 1.0), 0.0),
-        )
-
-    def gradient(params: Params, parts: Batch, own_old: bool, rest: dict[str, Mean]):
-        """The float32 gradient of the batch's loss, its pairs, and every part's
-        log-probabilities.
-        """
-        single = lambda g: g.astype(jnp.float32)
-        if (
-            cuts == 1
-        ):  # the division goes in where the backward pass begins: no second copy of the gradient
-            part = jax.tree.map(lambda x: x[0], parts)
-            _, pull, (loss, seen, logp) = jax.vjp(
-                lambda p: part_loss(p, part, own_old), params, has_aux=True
-            )
-            loss, seen, scale = whole(loss, seen, rest)
-            return everywhere(jax.tree.map(single, pull(scale)[0])), loss, seen, logp[None]
-
-        def one(part):
-            (_, (loss, seen, logp)), grads = jax.value_and_grad(part_loss, has_aux=True)(
-                params, part, own_old
-            )
-            return (jax.tree.map(single, grads), loss, seen), logp
-
-        def body(sums, part):
-            more, logp = one(part)
-            return add_means(sums, more), logp
-
-        shapes = jax.eval_shape(lambda: one(jax.tree.map(lambda x: x[0], parts))[0])
-        zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        (grads, loss, seen), logp = jax.lax.scan(body, zeros, parts)
-        loss, seen, scale = whole(loss, seen, rest)
-        return jax.tree.map(lambda g: g * scale, everywhere(grads)), loss, seen, logp
-
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Array]]:
-        _, params, opt_state = state
-        rest = batch.rest or {}
-        parts = cut(batch._replace(rest=None), microbatches, group_microbatches)
-        history = []
-        for epoch in range(epochs):
-            own_old = old_logp == "first_epoch" and epoch == 0
-            grads, loss, seen, logp = gradient(params, parts, own_old, rest)
-            if own_old:
-                parts = parts._replace(samples=parts.samples._replace(old_logp_T=logp))
-            if epoch > 0:
-                del seen["sampler_logp_diff"]
-            history.append(
-                {"loss": loss.value(), "grad_norm": optax.tree.norm(grads)} | _values(seen)
-            )
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            params = optax.apply_updates(params, updates)
-        metrics = {
-            name: sum(h[name] for h in history if name in h) / sum(name in h for h in history)
-            for name in history[0]
-        }
-        return TrainState(state.step + epochs, params, opt_state), metrics
-
-    return step
-
-
-def _values(means: dict[str, Mean]) -> dict[str, Array]:
-    return {name: mean.value() for name, mean in means.items()}
+    # What belongs to a prompt as a whole, and has no axis of completions.
+    names = ("prompts", "token_index_PN", "row_P", "update_P")
+    of_prompts = {name: getattr(batch.rollout, name) for name in names}
+    without = batch.rollout._replace(**dict.fromkeys(names))
+    parts = jax.tree.map(groups, batch._replace(rollout=without))
+    return parts._replace(rollout=parts.rollout._replace(**jax.tree.map(prompts, of_prompts)))

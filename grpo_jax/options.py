@@ -1,0 +1,213 @@
+"""What a caller chooses, as small tuples that check themselves and travel whole.
+
+A function takes the tuple that holds its options and hands it on; nothing copies them one by one.
+Every tuple has a `check()`, which returns the tuple or raises an `OptionError` that begins with the
+option's name. The command line turns that name into its flag and adds nothing.
+
+Left out on purpose: what an objective, a task or an optimiser takes; those are functions, and their
+options are bound with `functools.partial`.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+ON_ERROR = ("raise", "skip")
+OLD_LOGP = ("auto", "sampler", "first_epoch")
+
+
+class OptionError(ValueError):
+    """An option has a value that it cannot have: `name` is the option, `text` says what is wrong."""
+
+    def __init__(self, name: str, text: str):
+        super().__init__(f"{name} {text}")
+        self.name = name
+        self.text = text
+
+
+class Sampling(NamedTuple):
+    """The distribution that tokens are drawn from.
+
+    Sampler and trainer take the same tuple, so that they cannot differ. Logits are divided by
+    `temperature`, then `top_k`, `top_p` and `min_p` remove tokens one after another (the order of
+    Hugging Face's logits processors), and the rest is normalised again. `temperature` 0 is greedy:
+    the most likely token, with its log-probability under the unscaled, unfiltered distribution.
+    """
+
+    temperature: float = 1.0
+    """The logits are divided by this number, in sampling and in training."""
+    top_k: int | None = None
+    """Only this many of the most likely tokens are kept; None keeps all."""
+    top_p: float | None = None
+    """Only the most likely tokens up to this probability are kept; None keeps all."""
+    min_p: float | None = None
+    """Only tokens with at least this share of the largest probability are kept; None keeps all."""
+
+    def check(self) -> "Sampling":
+        """Returns itself, or raises an `OptionError` for the first value out of its range."""
+        number("temperature", self.temperature, 0)
+        whole("top_k", self.top_k, 1, or_none=True)
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise OptionError("top_p", f"must be in (0, 1] or None, got {self.top_p!r}")
+        if self.min_p is not None and not 0 <= self.min_p <= 1:
+            raise OptionError("min_p", f"must be in [0, 1] or None, got {self.min_p!r}")
+        return self
+
+    def check_training(self) -> "Sampling":
+        """As `check`, for completions that a policy is trained on."""
+        if self.check().temperature == 0:
+            problem = "must be above 0 in training: a greedy group has no spread to learn from"
+            raise OptionError("temperature", problem)
+        return self
+
+
+class Generation(NamedTuple):
+    """How completions are sampled."""
+
+    group_size: int = 8
+    """Completions that are sampled for each prompt (G)."""
+    max_new_tokens: int = 64
+    """The length limit of a completion, in tokens."""
+    sampling: Sampling = Sampling()
+    decode_slots: int | None = None
+    """Completions of a prompt that are computed at once; the others wait for a slot; None: all."""
+    compactions: int = 0
+    """In how many equal steps the sampled batch may shrink as completions stop."""
+
+    def check(self) -> "Generation":
+        """Returns itself, or raises an `OptionError` for the first value out of its range."""
+        whole("group_size", self.group_size, 1)
+        whole("max_new_tokens", self.max_new_tokens, 1)
+        instance("sampling", self.sampling, Sampling).check()
+        whole("compactions", self.compactions, 0)
+        whole("decode_slots", self.decode_slots, 1, or_none=True)
+        if self.decode_slots is not None and self.decode_slots > self.group_size:
+            most = f"must be at most group_size ({self.group_size})"
+            raise OptionError("decode_slots", f"{most}, got {self.decode_slots}")
+        return self
+
+    @property
+    def slots(self) -> int:
+        """Completions of a prompt that are computed at once."""
+        return self.decode_slots or self.group_size
+
+
+class Update(NamedTuple):
+    """How a batch changes the parameters."""
+
+    epochs: int = 1
+    """Updates that are made on each batch (μ)."""
+    microbatches: int = 1
+    """Parts that the prompts of an update are cut into, to save memory."""
+    group_microbatches: int = 1
+    """Parts that each group is cut into, to save memory."""
+    old_logp: str = "auto"
+    """Which log-probabilities are π_old: "sampler", "first_epoch", or "auto", the exact one of them."""
+    logit_chunk: int | None = None
+    """Tokens that are projected on the vocabulary at a time; None: what memory allows."""
+
+    def check(self) -> "Update":
+        """Returns itself, or raises an `OptionError` for the first value out of its range."""
+        whole("epochs", self.epochs, 1)
+        whole("microbatches", self.microbatches, 1)
+        whole("group_microbatches", self.group_microbatches, 1)
+        whole("logit_chunk", self.logit_chunk, 1, or_none=True)
+        if self.old_logp not in OLD_LOGP:
+            raise OptionError("old_logp", f"must be one of {OLD_LOGP}, got {self.old_logp!r}")
+        return self
+
+
+class Batching(NamedTuple):
+    """Which prompts an iteration takes, and how its arrays are cut. All but the first is exact."""
+
+    prompts_per_step: int = 8
+    """Prompts of an iteration."""
+    prompt_length: int | None = None
+    """Tokens that prompts are padded to; None: as many as the task's longest prompt has."""
+    length_buckets: int = 4
+    """Completion lengths that an update is compiled for; a batch is cut to the smallest that fits."""
+    pack_tokens: bool = False
+    """An update computes the real tokens of each group and not the padding between them."""
+    drop_zero_variance: bool = False
+    """Groups whose rewards are all equal are left out of an update where they have no gradient."""
+
+    def check(self) -> "Batching":
+        """Returns itself, or raises an `OptionError` for the first value out of its range."""
+        whole("prompts_per_step", self.prompts_per_step, 1)
+        whole("prompt_length", self.prompt_length, 1, or_none=True)
+        whole("length_buckets", self.length_buckets, 1)
+        flag("pack_tokens", self.pack_tokens)
+        flag("drop_zero_variance", self.drop_zero_variance)
+        return self
+
+
+class Scoring(NamedTuple):
+    """How reward functions are called and combined."""
+
+    weights: Sequence[float] | None = None
+    """One weight for each reward function; None weighs all of them 1."""
+    on_error: str = "raise"
+    """A reward that raises ends the run ("raise"), or its completion is not scored ("skip")."""
+
+    def check(self, functions: int | None = None) -> "Scoring":
+        """Returns itself, or raises an `OptionError`; `functions` is the number of rewards, if known."""
+        if self.on_error not in ON_ERROR:
+            raise OptionError("on_error", f"must be one of {ON_ERROR}, got {self.on_error!r}")
+        if self.weights is None:
+            return self
+        count = len(self.weights) if functions is None else functions
+        finite = all(isinstance(w, int | float) and math.isfinite(w) for w in self.weights)
+        if len(self.weights) != count or not finite:
+            expected = f"{count} finite weights, one for each reward function"
+            raise OptionError("weights", f"must be {expected}, got {self.weights!r}")
+        return self
+
+
+def check_cuts(generation: Generation, update: Update, batching: Batching, parts: int = 1) -> None:
+    """Raises an `OptionError` where a batch cannot be cut as asked.
+
+    Prompts are spread evenly over `parts` (of devices) and cut into micro-batches, groups likewise.
+    """
+    prompts, cuts = batching.prompts_per_step, parts * update.microbatches
+    if prompts % cuts:
+        spread = f"{parts} devices × {update.microbatches} micro-batches (microbatches)"
+        raise OptionError(
+            "prompts_per_step",
+            f"must be a multiple of {cuts}, the parts that prompts are spread over and cut into: "
+            f"{spread}; got {prompts}",
+        )
+    if generation.group_size % update.group_microbatches:
+        whole_group = f"group_size ({generation.group_size})"
+        raise OptionError(
+            "group_microbatches", f"must divide {whole_group}, got {update.group_microbatches}"
+        )
+
+
+def whole(name: str, value: Any, least: int, *, or_none: bool = False) -> None:
+    """Raises an `OptionError` unless the value is an integer of at least `least` (or None)."""
+    if value is None and or_none:
+        return
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        none = ", or None" if or_none else ""
+        raise OptionError(name, f"must be an integer of at least {least}{none}, got {value!r}")
+
+
+def number(name: str, value: Any, least: float, *, infinite: bool = False) -> None:
+    """Raises an `OptionError` unless the value is a number of at least `least`; finite, by default."""
+    fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
+    if not fits or (math.isinf(value) and not infinite):
+        finite = "" if infinite else "finite "
+        raise OptionError(name, f"must be a {finite}number of at least {least}, got {value!r}")
+
+
+def flag(name: str, value: Any) -> None:
+    """Raises an `OptionError` unless the value is True or False."""
+    if not isinstance(value, bool):
+        raise OptionError(name, f"must be True or False, got {value!r}")
+
+
+def instance(name: str, value: Any, kind: type) -> Any:
+    """The value, or an `OptionError` where it is not one of that type (a dict for a tuple, say)."""
+    if not isinstance(value, kind):
+        raise OptionError(name, f"must be a {kind.__name__}(…), got {value!r}")
+    return value
