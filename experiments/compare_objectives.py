@@ -6,7 +6,7 @@ compared.
     python -m experiments.compare_objectives --shard 3/8           # an eighth of the runs; a last call without reports
 
 The tiny model on the pricing task with the settings of `grpo-jax train`. All systems start, for
-each seed, from the same policy after one supervised warm-up, see the same prompts, and sample as
+each seed, from the same policy, trained once on right answers, see the same prompts, and sample as
 many completions; what a method needs of its own stands in `SYSTEMS`. Runs that are finished are not
 repeated.
 
@@ -21,8 +21,7 @@ import json
 import os
 import re
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,18 +31,25 @@ import numpy as np
 import tyro
 
 from experiments import compare_report
-from grpo_jax.config import BY_MODEL, TrainConfig, at_least, choose
-from grpo_jax.inference.critic import policy_of, value_network
-from grpo_jax.inference.generate import generate
-from grpo_jax.inference.text import completion_texts, encode, prompt_texts, step_rewards
-from grpo_jax.objectives import PRESETS, Objective, adaptive_beta, kl_in_reward, reads
-from grpo_jax.rewards import number_reward, score
-from grpo_jax.runs import folder, run, terminal
-from grpo_jax.training import loop
-from grpo_jax.training.batch import assemble
-from grpo_jax.training.batch import score as score_policy
-from grpo_jax.training.train_step import make_train_step
-from grpo_jax.types import Batch, Params
+from grpo_jax.config import TrainConfig, choose
+from grpo_jax.inference.critic import value_network
+from grpo_jax.objectives import (
+    PRESETS,
+    AdaptiveObjective,
+    Objective,
+    adaptive_beta,
+    kl_in_reward,
+    reads,
+)
+from grpo_jax.options import whole
+from grpo_jax.rewards import number_reward
+from grpo_jax.runs import components, run, terminal
+from grpo_jax.runs import folder as run_folder
+from grpo_jax.runs.components import Components
+from grpo_jax.tasks import Task
+from grpo_jax.training.loop import iterate, programs_of
+from grpo_jax.training.stages import Stages
+from grpo_jax.types import Params, RunState
 
 NUMBER = r"\d+(?:\.\d\d)?"
 STEP = rf"{NUMBER}(?:[*+-]{NUMBER}%?)+={NUMBER}"
@@ -85,9 +91,9 @@ def _same(left: str, other: str) -> bool:
 class System(NamedTuple):
     """A method and what it needs beyond the settings that all share.
 
-    `options` are fields of `TrainConfig`; `rewards` stand in for the task's own; `kl_reward` is the
-    β of a KL inside the reward, which `kl_target` (nats a token) moves after every step. `cost` is
-    the time of a step; GRPO's is 1.
+    `options` are options of a run, by the names of their flags; `rewards` stand in for the task's
+    own; `kl_reward` is the β of a KL inside the reward, which `kl_target` (nats a token) moves
+    after every step. `cost` is the time of a step; GRPO's is 1.
     """
 
     name: str
@@ -99,7 +105,7 @@ class System(NamedTuple):
 
     def settings(self) -> str:
         """What is said of it in the table: everything that is not the default."""
-        config = TrainConfig(**self.options).resolved()
+        config = TrainConfig.of(**self.options)
         named = [config.objective, *config.objective_args]
         named += [
             f"{name}={value}"
@@ -111,8 +117,25 @@ class System(NamedTuple):
         rewards = "+".join(reward.__name__ for reward in self.rewards)
         return " ".join([*named, f"rewards={rewards}"] if rewards else named)
 
+    def objective(self, base: Objective) -> Objective | AdaptiveObjective:
+        """The objective of its options, with the KL in the reward where it has one."""
+        if self.kl_reward is None:
+            return base
+        if self.kl_target is None:
+            return kl_in_reward(base, beta=self.kl_reward)
+        return AdaptiveObjective(
+            init=lambda: jnp.float32(self.kl_reward),
+            bind=lambda beta: kl_in_reward(base, beta=beta),
+            step=lambda beta, metrics: adaptive_beta(beta, metrics["kl"], target=self.kl_target),
+        )
 
-BETA = BY_MODEL[True]["objective_args"]["beta"]  # the default run's, wherever a KL holds the policy
+    def beta(self, state: RunState) -> float | None:
+        """The β of the KL in the reward, where it has one."""
+        return self.kl_reward if state.objective is None else float(state.objective)
+
+
+# The default run's, wherever a KL holds the policy.
+BETA = TrainConfig.of(objective="grpo").objective_options()["beta"]
 KL_TARGET = 0.1  # nats a token: about half of where GRPO with that β ends
 # What a preset needs that the default of its options does not give. The plain policy gradients know
 # no reference.
@@ -172,9 +195,9 @@ class Options:
     """Updates on each batch (μ) of systems that do not say otherwise. With 1 the ratios are 1 and
     no clip acts.
     """
-    warm_up_loss: float = 0.2
-    """Cross-entropy at which the warm-up ends: below the default run's, so that 80 % is within the
-    budget's reach.
+    sft_target_loss: float = 0.2
+    """Cross-entropy at which the supervised updates end: below the default run's, so that 80 % is
+    within the budget's reach.
     """
     only: tuple[str, ...] = ()
     """Systems, by name; none means all."""
@@ -188,14 +211,16 @@ class Options:
     """
     merge: bool = False
     """Train nothing: report what is finished."""
+    shared: tyro.conf.Fixed[dict[str, Any]] = dataclasses.field(default_factory=dict)
+    """Further options of every run, by the names of their flags; for callers in Python."""
 
     def __post_init__(self):
         for name in ("steps", "eval_every", "epochs"):
-            at_least(name, getattr(self, name), 1)
+            whole(name, getattr(self, name), 1)
         if not self.seeds:
             raise ValueError("--seeds needs at least one seed")
         for seed in self.seeds:
-            at_least("seeds", seed, 0)
+            whole("seeds", seed, 0)
         for name in self.only:
             choose("only", name, tuple(system.name for system in SYSTEMS))
         if not re.fullmatch(r"\d+/[1-9]\d*", self.shard) or self.part[0] >= self.part[1]:
@@ -208,11 +233,10 @@ class Options:
 
     def config(self, system: System | None = None, seed: int = 0) -> TrainConfig:
         """The settings of `grpo-jax train` for the tiny model, with the system's own on top."""
-        own = {"epochs": self.epochs} | ({} if system is None else system.options)
-        shared = {name: getattr(self, name) for name in ("steps", "eval_every", "warm_up_loss")} | {
-            "seed": seed
-        }
-        return TrainConfig(**shared, **own).resolved()
+        names = ("steps", "eval_every", "epochs", "sft_target_loss")
+        budget = {name: getattr(self, name) for name in names}
+        own = {} if system is None else system.options
+        return TrainConfig.of(**self.shared | budget | {"seed": seed} | own)
 
 
 Pair = tuple[System, int]
@@ -235,192 +259,102 @@ def share(runs: Sequence[Pair], index: int, count: int) -> list[Pair]:
     ]
 
 
-class Programs(NamedTuple):
-    """What is compiled once for a system and used by all its seeds.
+def specialise(system: System, shared: Components, config: TrainConfig) -> Components:
+    """The shared model and task with the system's rewards, objective, optimiser and reference."""
+    task = shared.task._replace(reward=list(system.rewards)) if system.rewards else shared.task
+    objective = system.objective(components.objective_of(config))
+    return shared._replace(
+        task=task,
+        objective=objective,
+        optimizer=components.optimizer_of(config),
+        critic=value_network(shared.model) if "value_T" in reads(objective) else None,
+        update_reference=components.reference_rule(config),
+    )
 
-    `collect(params, reference, beta, key, rows) -> (batch, statistics)`; `update(state, batch) ->
-    (state, metrics)`; `memory` is what the compiled update needs, in bytes: its arguments (state
-    and batch) and its temporaries.
+
+def with_seed(stages: Stages, config: TrainConfig, built: Components) -> Stages:
+    """The same programs, with the rows and the noise of the configuration's seed."""
+    own = components.stages_of(config, built)
+    return stages._replace(start=own.start, prompts=own.prompts)
+
+
+def memory_of_update(stages: Stages, state: RunState, task: Task) -> dict[str, int]:
+    """What the compiled update needs, in bytes: its arguments (state, batch) and its temporaries.
+
+    Its completions have one length: there is one update.
     """
-
-    collect: Callable
-    update: Callable
-    memory: dict[str, int]
-
-
-def programs(system: System, parts: run.Components, config: TrainConfig) -> Programs:
-    """Compiles a system, β an input where it is part of the reward, so that moving it recompiles
-    nothing.
-    """
-    objective = lambda beta: (
-        parts.objective if beta is None else kl_in_reward(parts.objective, beta=beta)
-    )
-    fields = reads(objective(system.kl_reward))
-    collect = collector(parts, config, objective, fields)
-    begun = loop.begin(parts.params, parts.optimizer, config.seed, parts.critic)
-    rows = loop.rows_of(0, parts.task.train, config.prompts, config.seed)
-    batch, _ = collect(begun.state.params, parts.params, start_beta(system), begun.key, rows)
-    step = make_train_step(
-        parts.model,
-        objective(system.kl_reward),
-        parts.optimizer,
-        epochs=config.epochs,
-        critic=parts.critic,
-        microbatches=config.microbatches,
-        sampling=config.sampling,
-        old_logp=config.old_logp,
-    )
-    update = jax.jit(step, donate_argnums=0).lower(begun.state, batch).compile()
-    needs = update.memory_analysis()
-    return Programs(
-        collect,
-        update,
-        {"arguments": needs.argument_size_in_bytes, "temporaries": needs.temp_size_in_bytes},
-    )
+    (update,) = (p for p in programs_of(stages, state, task) if p.name == "step")
+    needs = update.lower().compile().memory_analysis()
+    return {
+        "arguments": needs.argument_size_in_bytes,
+        "temporaries": needs.temp_size_in_bytes,
+    }
 
 
-def start_beta(system: System) -> jax.Array | None:
-    return None if system.kl_reward is None else jnp.float32(system.kl_reward)
-
-
-def collector(
-    parts: run.Components, config: TrainConfig, objective: Callable[[Any], Objective], fields
-) -> Callable:
-    """Prompts → completions → rewards → the fields that the objective reads → batch, as
-    `loop.train` has it.
-    """
-    model = parts.model
-    task = parts.task
-    tokenizer = parts.tokenizer
-    critic = parts.critic
-    values = None if critic is None else jax.jit(critic.values)
-    make = jax.jit(
-        lambda beta, rollout, reward, more: assemble(objective(beta), rollout, reward, **more)
-    )
-    several = loop.takes_several(parts.objective)
-
-    def collect(
-        params: Params, reference: Params, beta, key, rows: list[dict]
-    ) -> tuple[Batch, dict]:
-        rollout = generate(
-            model,
-            policy_of(critic, params),
-            encode(tokenizer, task.prompt, rows, length=parts.prompt_length),
-            key,
-            group_size=config.group_size,
-            max_new_tokens=config.max_new_tokens,
-            stop_ids=tokenizer.stop_ids,
-            pad_id=tokenizer.pad_id,
-            **config.sampling._asdict(),
-        )
-        texts = completion_texts(tokenizer, rollout)
-        scores = score(task.reward, rows, prompt_texts(task, rows), texts)
-        more = {}
-        if "reward_T" in fields:
-            more["reward_T"] = step_rewards(tokenizer, rollout, scores)
-        if "ref_logp_T" in fields:
-            more["ref_logp_T"], _ = score_policy(
-                model, reference, rollout, sampling=config.sampling
-            )
-        if "old_value_T" in fields:
-            more["old_value_T"] = values(params["critic"], rollout.prompts, rollout.tokens_PGT)
-        reward = np.moveaxis(scores.reward_PGN, -1, 1) if several else scores.reward_PG
-        tokens = int(np.asarray(rollout.mask_PGT).sum())
-        statistics = {"reward": float(np.nanmean(scores.reward_PG)), "tokens": tokens}
-        return make(beta, rollout, reward.astype(np.float32), more), statistics
-
-    return collect
-
-
-def iterate(
+def record(
     system: System,
-    parts: run.Components,
-    made: Programs,
+    stages: Stages,
+    iterations: Iterable[tuple[RunState, dict]],
     config: TrainConfig,
-    evaluate: Callable,
-    show: Callable,
+    evaluate: Callable[[Params], float],
+    show: Callable[..., None],
 ) -> dict:
-    """One run from `parts.params`: its curve of evaluations, and what it took. `evaluate(params) ->
-    accuracy`.
-    """
-    state, root, *_ = loop.begin(parts.params, parts.optimizer, config.seed, parts.critic)
-    reference = parts.params
-    beta = start_beta(system)
+    """What is kept of a run's iterations: the curve of evaluations, and what they took."""
     tokens = 0
     seconds = []
     curve = []
-    for iteration in range(config.steps):
-        began = time.perf_counter()
-        rows = loop.rows_of(iteration, parts.task.train, config.prompts, config.seed)
-        key = jax.random.fold_in(root, iteration)
-        batch, seen = made.collect(state.params, reference, beta, key, rows)
-        state, metrics = made.update(state, batch)
-        policy = policy_of(parts.critic, state.params)
-        metrics = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if parts.update_reference is not None:
-            reference = loop.copy(parts.update_reference(iteration + 1, policy, reference))
-        if system.kl_target is not None:
-            beta = adaptive_beta(beta, metrics["kl"], target=system.kl_target)
-        seconds.append(time.perf_counter() - began)
-        tokens += seen["tokens"]
-        numbers = {"reward": seen["reward"], "kl": metrics.get("kl")}
-        if (iteration + 1) % config.eval_every == 0 or iteration + 1 == config.steps:
-            numbers |= {"held_out": evaluate(policy), "beta": None if beta is None else float(beta)}
-            curve.append({"step": iteration + 1, **numbers})
-        show(iteration + 1, **numbers)
+    for state, metrics in iterations:
+        step = state.iteration
+        tokens += metrics["tokens"]
+        seconds.append(sum(metrics[name] for name in metrics if name.startswith("seconds/")))
+        numbers = {"reward": metrics["reward"], "kl": metrics.get("kl")}
+        if step % config.eval_every == 0 or step == config.steps:
+            numbers["held_out"] = evaluate(stages.policy(state.train.params))
+            numbers["beta"] = system.beta(state)
+            curve.append({"step": step, **numbers})
+        show(step, **numbers)
     return {"curve": curve, "sampled_tokens": tokens, "seconds_per_step": float(np.median(seconds))}
 
 
-def specialise(system: System, parts: run.Components, config: TrainConfig) -> run.Components:
-    """The shared model and task with the system's objective, optimiser, critic, reference rule and
-    rewards.
-    """
-    own = run.build(config)
-    task = parts.task._replace(reward=list(system.rewards)) if system.rewards else parts.task
-    return parts._replace(
-        task=task,
-        objective=own.objective,
-        optimizer=own.optimizer,
-        critic=None if own.critic is None else value_network(parts.model),
-        update_reference=own.update_reference,
-    )
-
-
 def starting_policy(
-    folder: Path, config: TrainConfig, parts: run.Components, screen: terminal.Screen
+    folder: Path,
+    config: TrainConfig,
+    built: Components,
+    screen: terminal.Screen,
+    start: Callable[..., Params] = run.start,
 ) -> Params:
-    """The policy after the warm-up of a seed: computed once, kept in the folder; processes agree on
-    the first one.
+    """The policy that a seed starts from, after the supervised updates of `start`.
+
+    It is computed once and kept in the folder; processes agree on the first one.
     """
     path = folder / f"start-{config.seed}.npz"
-    params = jax.jit(parts.model.init)(jax.random.key(config.seed))
+    params = jax.jit(built.model.init)(jax.random.key(config.seed))
     leaves, structure = jax.tree.flatten(params)
     if not path.exists():
-        started = run.start(config, parts._replace(params=params), screen)
+        started = start(config, built._replace(params=params), screen)
         own = folder / f"start-{config.seed}.{os.getpid()}.npz"
         np.savez(own, *jax.tree.leaves(started))
-        with contextlib.suppress(
-            FileExistsError
-        ):  # another process was first: its policy is everybody's
+        # Where another process was first, its policy is everybody's.
+        with contextlib.suppress(FileExistsError):
             os.link(own, path)  # whole or not at all
         own.unlink()
     with np.load(path) as kept:
-        return jax.tree.unflatten(
-            structure, [jnp.asarray(kept[f"arr_{i}"]) for i in range(len(leaves))]
-        )
+        arrays = [jnp.asarray(kept[f"arr_{i}"]) for i in range(len(leaves))]
+    return jax.tree.unflatten(structure, arrays)
 
 
 def open_folder(options: Options) -> None:
     """Makes the folder, or checks that what is in it was made with the same settings."""
-    settings = json.loads(folder.json_text(options.config()))
+    settings = json.loads(run_folder.json_text(options.config()))
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / "settings.json"
     if not path.exists():
-        folder.write_json(path, settings)
+        run_folder.write_json(path, settings)
     elif (found := json.loads(path.read_text())) != settings:
         names = sorted(name for name in settings | found if settings.get(name) != found.get(name))
         raise ValueError(
-            f"{options.out} holds runs with other settings ({', '.join(names)}): choose another --out"
+            f"{options.out} holds runs with other settings ({', '.join(names)}): choose another "
+            "--out"
         )
 
 
@@ -428,79 +362,87 @@ def finished(folder: Path, wanted: Sequence[Pair]) -> dict[tuple[str, int], dict
     """The records of those runs that are finished, in any shard, with the settings that their
     system has today.
     """
-    lines = [
-        line for path in sorted(folder.glob("results-*.jsonl")) for line in folder.read_lines(path)
-    ]
+    paths = sorted(folder.glob("results-*.jsonl"))
+    lines = [line for path in paths for line in run_folder.read_lines(path)]
     found = {(line["system"], line["seed"], line["settings"]): line for line in lines}
     keys = [(system.name, seed, system.settings()) for system, seed in wanted]
     return {key[:2]: found[key] for key in keys if key in found}
 
 
-def train(options: Options, todo: Sequence[Pair], screen: terminal.Screen) -> None:
+def train(
+    options: Options,
+    todo: Sequence[Pair],
+    screen: terminal.Screen,
+    build: Callable[[TrainConfig], Components] = components.build,
+) -> None:
     """Trains the pairs, a system at a time, and appends a line for each to this shard's results."""
     if not todo:
         return
     index, count = options.part
     path = options.out / f"results-{index}-of-{count}.jsonl"
-    parts = run.build(options.config())
+    shared = build(options.config())
     starts: dict[int, tuple[Params, float]] = {}
 
     def accuracy(params: Params) -> float:
-        return run.held_out(options.config(), parts, params)[1].accuracy
+        return run.held_out(options.config(), shared, params)[1].accuracy
 
     number = itertools.count(1)
     for system, group in itertools.groupby(todo, key=lambda pair: pair[0]):
-        made = None
+        own = specialise(system, shared, options.config(system))
+        stages = components.stages_of(options.config(system), own)
+        memory = None
         for _, seed in group:
             config = options.config(system, seed)
             if seed not in starts:
-                params = starting_policy(options.out, options.config(seed=seed), parts, screen)
+                params = starting_policy(options.out, options.config(seed=seed), shared, screen)
                 starts[seed] = params, accuracy(params)
             params, before = starts[seed]
-            with screen.phase(
-                f"[{next(number)}/{len(todo)}] {system.name} seed {seed}", options.steps
-            ) as show:
-                show(0, note="compiling" if made is None else "")
-                if made is None:
-                    own = specialise(system, parts, config)._replace(params=params)
-                    made = programs(system, own, config)
-                result = iterate(system, own._replace(params=params), made, config, accuracy, show)
+            title = f"[{next(number)}/{len(todo)}] {system.name} seed {seed}"
+            with screen.phase(title, options.steps) as show:
+                show(0, note="compiling" if memory is None else "")
+                seeded = with_seed(stages, config, own)
+                state = seeded.start(params)
+                memory = memory or memory_of_update(seeded, state, own.task)
+                rule = own.update_reference
+                iterations = iterate(seeded, state, steps=config.steps, update_reference=rule)
+                result = record(system, seeded, iterations, config, accuracy, show)
             result["curve"].insert(0, {"step": 0, "held_out": before})
-            line = {
-                "system": system.name,
-                "seed": seed,
-                "settings": system.settings(),
-                "memory": made.memory,
-            }
-            folder.append_line(path, line | result)
+            named = {"system": system.name, "seed": seed, "settings": system.settings()}
+            run_folder.append_line(path, named | {"memory": memory} | result)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Trains what is missing of this process's part; a process that has all of it reports."""
+def main(
+    argv: Sequence[str] | None = None,
+    *,
+    default: Options | None = None,
+    build: Callable[[TrainConfig], Components] = components.build,
+) -> None:
+    """Trains what is missing of this process's part; a process that has all of it reports.
+
+    Args:
+      argv: the command line; None: that of the process.
+      default: what the command line does not say.
+      build: makes the model and the task that all systems share.
+    """
+    default = default or Options()
     try:
-        options = tyro.cli(Options, args=argv, description=Options.__doc__)
+        options = tyro.cli(Options, args=argv, default=default, description=Options.__doc__)
         open_folder(options)
     except (ValueError, OSError) as error:
         sys.exit(str(error))
     screen = terminal.Screen()
     wanted = pairs(options)
-    index, count = options.part
     done = finished(options.out, wanted)
-    mine = [
-        (system, seed)
-        for system, seed in share(wanted, index, count)
-        if (system.name, seed) not in done
-    ]
+    mine = [pair for pair in share(wanted, *options.part) if (pair[0].name, pair[1]) not in done]
     if not options.merge:
-        train(options, mine, screen)
-    if count > 1:
+        train(options, mine, screen, build)
+    if options.part[1] > 1:
         return
     records = list(finished(options.out, wanted).values())
     if not records:
         sys.exit(f"{options.out} holds no finished run of these systems and seeds")
-    compare_report.write(
-        records, options.out, options.figure or options.out / "compare_objectives.png", screen
-    )
+    figure = options.figure or options.out / "compare_objectives.png"
+    compare_report.write(records, options.out, figure, screen)
 
 
 if __name__ == "__main__":

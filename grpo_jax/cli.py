@@ -1,7 +1,7 @@
 """grpo-jax train | eval | sample | plan: the command line.
 
-Left out on purpose: anything a program could not do with the library; every command is a few calls
-of it.
+Flags are the options of the library's own tuples, by their names. Left out on purpose: anything a
+program could not do with the library; every command is a few calls of it.
 """
 
 import dataclasses
@@ -14,16 +14,60 @@ import tyro
 from rich.console import Console
 from rich.text import Text
 
-from grpo_jax.config import TrainConfig, at_least, flag, load_config
+from grpo_jax.config import (
+    TINY,
+    Flat,
+    TrainConfig,
+    flag,
+    load_config,
+    option,
+    option_paths,
+)
+from grpo_jax.options import OptionError, Sampling, whole
 from grpo_jax.parallel.processes import ProcessError
 from grpo_jax.plan.plan import PlanConfig
 
 RUNS = "runs"
-WHERE = (
-    "mesh",
-    "pmap",
-    "decode_weights",
-)  # options that change no number, and neither does compile_ahead
+# Options that change no number of a run that is resumed.
+ELSEWHERE = ("mesh", "pmap", "decode_weights", "compile_ahead")
+# What TRL calls an option, and what it is called here.
+TRL_NAMES = {
+    "num_generations": "--group-size",
+    "max_completion_length": "--max-new-tokens",
+    "max_prompt_length": "--prompt-length",
+    "per_device_train_batch_size": "--prompts-per-step (prompts, not completions)",
+    "generation_batch_size": "--prompts-per-step (prompts, not completions)",
+    "gradient_accumulation_steps": "--microbatches",
+    "num_iterations": "--epochs",
+    "beta": "--objective-args beta=…",
+    "epsilon": "--objective-args low=… high=…",
+    "epsilon_high": "--objective-args high=…",
+    "loss_type": "--objective",
+    "scale_rewards": "--objective (dr_grpo, lite_ppo and others scale otherwise)",
+    "importance_sampling_level": "--objective (gspo has a ratio of the whole sequence)",
+    "reward_weights": "--weights",
+    "max_steps": "--steps",
+    "num_train_epochs": "--steps (iterations)",
+    "save_steps": "--save-every",
+    "eval_steps": "--eval-every",
+    "save_total_limit": "--keep-checkpoints",
+    "per_device_eval_batch_size": "--eval-batch-size",
+    "warmup_steps": "--lr-warmup",
+    "lr_scheduler_type": "--schedule",
+    "max_grad_norm": "--clip-norm",
+    "output_dir": "--out",
+    "resume_from_checkpoint": "--resume",
+    "model_name_or_path": "--model",
+    "dataset_name": "--task",
+    "sync_ref_model": "--ref-every or --ref-ema",
+    "ref_model_sync_steps": "--ref-every",
+    "ref_model_mixup_alpha": "--ref-ema",
+    "gradient_checkpointing": "--remat",
+    "bf16": "--dtype bfloat16",
+    "torch_dtype": "--dtype",
+    "num_completions_to_print": "--log-completions",
+    "steps_per_generation": "--epochs or --max-staleness",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,65 +75,56 @@ class Train(TrainConfig):
     __doc__ = TrainConfig.__doc__
 
     resume: str | None = None
-    """A run folder to continue behind its newest checkpoint, with the options it was started with,
-    but for devices.
-    """
+    """A run folder to continue behind its newest checkpoint; only its devices may be changed."""
     distributed: str | None = None
-    """Several processes: "auto" on TPU pods and under Slurm, or HOST:PORT,PROCESSES,INDEX,
-    HOST:PORT of process 0.
-    """
+    """Several processes: "auto" (TPU pods, Slurm), or HOST:PORT,PROCESSES,INDEX of process 0."""
+
+    def __post_init__(self):
+        """Nothing is checked here but in `narrowed`: an error then is told in the flags' words."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Eval:
-    """Held-out accuracy of a run (greedy), pass@k if asked for, and its failures written out to
-    read.
-    """
+    """Evaluate a run on held-out rows (greedy), with pass@k if asked for, and list its failures."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     checkpoint: int | None = None
-    """Iteration of the checkpoint; None takes the newest."""
+    """The iteration of the checkpoint; None takes the newest."""
     rows: int | None = None
     """Held-out rows to evaluate on; None takes what the run used."""
     k: tuple[int, ...] = ()
-    """The k of pass@k, e.g. 1 4 8; samples beside the greedy completion."""
+    """The k of pass@k, for example 1 4 8; completions are sampled beside the greedy one."""
     samples: int | None = None
-    """Completions sampled for each row for pass@k; None takes the largest k."""
-    temperature: float = 1.0
-    """Of the samples for pass@k; a setting of its own, whatever training used."""
-    top_p: float | None = None
-    """Of the samples for pass@k: keep the most likely tokens up to this probability."""
-    top_k: int | None = None
-    """Of the samples for pass@k: keep this many most likely tokens."""
+    """Completions that are sampled for each row for pass@k; None takes the largest k."""
+    sampling: Annotated[Sampling, Flat] = Sampling()
     max_new_tokens: int | None = None
-    """Length limit in tokens; None takes that of the run."""
+    """The length limit of a completion, in tokens; None takes that of the run."""
     seed: int = 0
-    """Of the samples for pass@k."""
+    """The seed of the samples for pass@k."""
     mesh: str | None = None
-    """Devices to evaluate on, e.g. data=4; None: one."""
+    """Devices to evaluate on, for example data=4; None: one."""
     json: bool = False
     """Print the figures as one JSON object."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A run's answer to a question of yours."""
+    """Answer a question of yours with a run's policy."""
 
     run: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RUN")]
     """The run folder."""
     text: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="TEXT")]
     """The question."""
     checkpoint: int | None = None
-    """Iteration of the checkpoint; None takes the newest."""
+    """The iteration of the checkpoint; None takes the newest."""
     number: int = 1
-    """How many answers."""
-    temperature: float = 0.0
-    """0 takes the most likely token each time; above 0 it samples."""
+    """How many answers to give."""
+    sampling: Annotated[Sampling, Flat] = Sampling(temperature=0.0)
     max_new_tokens: int | None = None
-    """Length limit in tokens; None takes that of the run."""
+    """The length limit of an answer, in tokens; None takes that of the run."""
     seed: int = 0
-    """Of the sampling."""
+    """The seed of the sampling."""
     json: bool = False
     """Print the answers as one JSON object."""
 
@@ -98,35 +133,21 @@ class Sample:
 class Plan(PlanConfig):
     __doc__ = PlanConfig.__doc__
 
+    all: bool = False
+    """Compile every program that is listed, and not the largest of each kind alone."""
     json: bool = False
     """Print the figures as one JSON object."""
 
-
-Command = (
-    Annotated[Train, tyro.conf.subcommand("train")]
-    | Annotated[Eval, tyro.conf.subcommand("eval")]
-    | Annotated[Sample, tyro.conf.subcommand("sample")]
-    | Annotated[Plan, tyro.conf.subcommand("plan")]
-)
-
-
-def changed(command: Any, *fields: str) -> str:
-    """The flags among `fields` that were given a value of their own, for a message."""
-    defaults = {f.name: f.default for f in dataclasses.fields(command)}
-    return ", ".join(flag(name) for name in fields if getattr(command, name) != defaults[name])
+    def __post_init__(self):
+        """As that of `Train`."""
 
 
 def train(command: Train) -> None:
     from grpo_jax.parallel import processes
     from grpo_jax.runs import run
 
-    config = TrainConfig(
-        **{f.name: getattr(command, f.name) for f in dataclasses.fields(TrainConfig)}
-    )
-    fixed = [
-        f.name for f in dataclasses.fields(TrainConfig) if f.name not in (*WHERE, "compile_ahead")
-    ]
-    if command.resume is not None and (given := changed(config, *fixed)):
+    config = narrowed(command, TrainConfig)
+    if command.resume is not None and (given := changed(command, ELSEWHERE)):
         raise ValueError(
             f"--resume takes every option from the run's config.json; leave out {given}"
         )
@@ -134,10 +155,10 @@ def train(command: Train) -> None:
         processes.join(command.distributed)
     try:
         if command.resume is not None:
-            run.train(_elsewhere(load_config(command.resume), config, command.resume), resume=True)
+            run.train(elsewhere(load_config(command.resume), config, command.resume), resume=True)
             return
         free = partial(run.next_folder, RUNS, f"{config.task}-{Path(config.model).name}")
-        out = config.out or str(processes.together(free)[0])
+        out = config.out or str(processes.run_and_gather(free)[0])
         run.train(dataclasses.replace(config, out=out).resolved())
     except processes.ProcessError:
         raise
@@ -147,55 +168,52 @@ def train(command: Train) -> None:
         processes.abort_process(error)
 
 
-def _elsewhere(config: TrainConfig, given: TrainConfig, out: str) -> TrainConfig:
+def narrowed(command: Any, cls: type) -> Any:
+    """The part of a command that is a configuration, checked."""
+    return cls(**{field.name: getattr(command, field.name) for field in dataclasses.fields(cls)})
+
+
+def changed(command: TrainConfig, spared: tuple[str, ...] = ()) -> str:
+    """The flags of a run that were given a value of their own, for a message."""
+    usual = TrainConfig.suited(command.model)
+    names = [name for name in option_paths(TrainConfig) if name not in spared]
+    given = [name for name in names if option(command, name) != option(usual, name)]
+    if command.model != TINY:
+        given.append("model")
+    return ", ".join(map(flag, given))
+
+
+def elsewhere(config: TrainConfig, given: TrainConfig, out: str) -> TrainConfig:
     """The configuration of a run, on the devices that are given now if any are."""
-    moved = {name: getattr(given, name) for name in WHERE} if given.mesh or given.pmap else {}
-    moved |= {"compile_ahead": True} if given.compile_ahead else {}
-    return dataclasses.replace(
-        config, out=out, **moved
-    ).resolved()  # a run of an older version lacks some options
+    moved: dict[str, Any] = {"out": out}
+    if given.mesh or given.pmap:
+        moved |= {name: getattr(given, name) for name in ("mesh", "pmap", "decode_weights")}
+    if given.compile_ahead:
+        moved["compile_ahead"] = True
+    return dataclasses.replace(config, **moved)
 
 
 def evaluate(command: Eval) -> None:
-    import jax
-
-    from grpo_jax.inference.logprobs import Sampling
     from grpo_jax.runs import run
     from grpo_jax.runs.folder import json_text, write_rows
-    from grpo_jax.training.evaluate import failures, pass_at_k
+    from grpo_jax.training.evaluate import failures
 
-    for field in ("rows", "max_new_tokens"):
-        at_least(field, getattr(command, field), 1)
-    for k in command.k:
-        at_least("k", k, 1)
-    if not command.k and (
-        given := changed(command, "samples", "temperature", "top_p", "top_k", "seed")
-    ):
-        raise ValueError(
-            f"without --k nothing is sampled, the evaluation is greedy; add --k or leave out {given}"
-        )
-    samples = max(command.k, default=1) if command.samples is None else command.samples
-    if command.k and samples < max(command.k):
-        raise ValueError(
-            f"--samples ({samples}) must be at least the largest --k ({max(command.k)})"
-        )
-    sampling = Sampling(command.temperature, command.top_k, command.top_p).checked()
-    if command.k and sampling.temperature == 0:
-        raise ValueError(
-            "--temperature must be above 0 for pass@k: greedy samples are all the same"
-        )
+    check_eval(command)
     opened = run.open_run(command.run, command.checkpoint, mesh=command.mesh)
+    usual = opened.config.generation
+    length = command.max_new_tokens or usual.max_new_tokens
     config = dataclasses.replace(
         opened.config,
         eval_rows=command.rows or opened.config.eval_rows,
-        max_new_tokens=command.max_new_tokens or opened.config.max_new_tokens,
+        generation=usual._replace(max_new_tokens=length),
     )
-    rows, greedy = run.held_out(config, opened.parts, opened.params)
-    wrong = failures(opened.parts.task, rows, greedy)
+    rows, greedy = run.held_out(config, opened.components, opened.params)
+    wrong = failures(opened.components.task, rows, greedy)
     path = Path(command.run) / "failures.jsonl"
     write_rows(path, wrong)
     figures = {
-        "held_out": greedy.accuracy,
+        "held_out": greedy.mean_reward,
+        "accuracy": greedy.accuracy,
         "rows": len(rows),
         "unscorable": greedy.unscorable,
         "length": greedy.length,
@@ -204,37 +222,69 @@ def evaluate(command: Eval) -> None:
         "failures": len(wrong),
         "failures_file": str(path),
     }
-    if command.k:
-        _, drawn = run.held_out(
-            config,
-            opened.parts,
-            opened.params,
-            samples=samples,
-            sampling=sampling,
-            key=jax.random.key(command.seed),
-            batch_size=max(1, config.eval_batch // samples),
-        )
-        figures |= {f"pass@{k}": pass_at_k(drawn.reward_PN >= 1, k) for k in command.k}
+    figures |= pass_at_k_figures(command, config, opened) if command.k else {}
     if command.json:
         print(json_text(figures))
     else:
-        _show_figures(figures, wrong)
+        show_figures(figures, wrong)
 
 
-def _show_figures(figures: dict, wrong: list[dict]) -> None:
+def check_eval(command: Eval) -> None:
+    """Raises an `OptionError` for options of an evaluation that do not fit."""
+    for name in ("rows", "max_new_tokens", "samples"):
+        whole(name, getattr(command, name), 1, or_none=True)
+    for k in command.k:
+        whole("k", k, 1)
+    command.sampling.check()
+    usual = Eval("")
+    sampled = ("samples", "sampling", "seed")
+    if not command.k and any(getattr(command, n) != getattr(usual, n) for n in sampled):
+        raise OptionError(
+            "k", "is missing: without it nothing is sampled, and the other options have no use"
+        )
+    if command.k and command.samples is not None and command.samples < max(command.k):
+        raise OptionError("samples", f"({command.samples}) must be at least k ({max(command.k)})")
+    if command.k and command.sampling.temperature == 0:
+        raise OptionError(
+            "temperature", "must be above 0 for pass@k: greedy samples are all the same"
+        )
+
+
+def pass_at_k_figures(command: Eval, config: TrainConfig, opened: Any) -> dict[str, float]:
+    """pass@k of completions that are sampled for every row."""
+    import jax
+
+    from grpo_jax.runs import run
+    from grpo_jax.training.evaluate import pass_at_k
+
+    samples = command.samples or max(command.k)
+    generation = config.generation._replace(
+        group_size=samples, sampling=command.sampling, decode_slots=None, compactions=0
+    )
+    _, drawn = run.held_out(
+        config,
+        opened.components,
+        opened.params,
+        generation=generation,
+        key=jax.random.key(command.seed),
+        batch_size=max(1, config.eval_batch_size // samples),
+    )
+    return {f"pass@{k}": pass_at_k(drawn.reward_PN >= 1, k) for k in command.k}
+
+
+def show_figures(figures: dict, wrong: list[dict]) -> None:
     from rich.table import Table
 
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2))
     for name, value in figures.items():
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
-        table.add_row(name.replace("_", " "), shown)
+        table.add_row(name.replace("_", " "), Text(shown))
     console.print(table)
     for row in wrong[:3]:
         console.rule("a failure", style="dim")
-        console.print(
-            f"{row['prompt']}\n→ {row['completion']}\n(answer: {row.get('answer')})", markup=False
-        )
+        text = f"{row['prompt']}\n→ {row['completion']}\n(answer: {row.get('answer')})"
+        console.print(text, markup=False, emoji=False)
 
 
 def sample(command: Sample) -> None:
@@ -243,37 +293,30 @@ def sample(command: Sample) -> None:
     from grpo_jax.inference.generate import generate
     from grpo_jax.inference.text import completion_texts
     from grpo_jax.inference.tokenizer import pad_prompts
+    from grpo_jax.options import Generation
     from grpo_jax.runs import run
     from grpo_jax.runs.folder import json_text
 
-    at_least("number", command.number, 1)
-    at_least("max_new_tokens", command.max_new_tokens, 1)
-    if command.number > 1 and command.temperature == 0:
-        raise ValueError(
-            "--number above 1 needs a --temperature above 0: greedy answers are all the same"
-        )
+    whole("number", command.number, 1)
+    whole("max_new_tokens", command.max_new_tokens, 1, or_none=True)
+    if command.number > 1 and command.sampling.check().temperature == 0:
+        raise OptionError("number", "above 1 needs a temperature above 0: greedy answers are equal")
     opened = run.open_run(command.run, command.checkpoint)
-    tokenizer = opened.parts.tokenizer
-    prompts = pad_prompts(
-        [tokenizer.render([{"role": "user", "content": command.text}])], tokenizer.pad_id
-    )
+    tokenizer = opened.components.tokenizer
+    ids = tokenizer.render([{"role": "user", "content": command.text}])
+    length = command.max_new_tokens or opened.config.generation.max_new_tokens
     rollout = generate(
-        opened.parts.model,
+        opened.components.model,
         opened.params,
-        prompts,
+        pad_prompts([ids], tokenizer.pad_id),
         jax.random.key(command.seed),
-        group_size=command.number,
-        max_new_tokens=command.max_new_tokens or opened.config.max_new_tokens,
-        temperature=command.temperature,
+        generation=Generation(command.number, length, command.sampling),
         stop_ids=tokenizer.stop_ids,
         pad_id=tokenizer.pad_id,
     )
     texts = completion_texts(tokenizer, rollout)[0]
-    print(
-        json_text({"question": command.text, "answers": texts})
-        if command.json
-        else "\n".join(texts)
-    )
+    answers = {"question": command.text, "answers": texts}
+    print(json_text(answers) if command.json else "\n".join(texts))
 
 
 def plan(command: Plan) -> None:
@@ -283,17 +326,16 @@ def plan(command: Plan) -> None:
     from grpo_jax.plan.report import figures, show
     from grpo_jax.runs.folder import json_text
 
-    jax.config.update(
-        "jax_platforms", "cpu"
-    )  # nothing is run: a TPU of this machine is left to others
-    config = PlanConfig(
-        **{f.name: getattr(command, f.name) for f in dataclasses.fields(PlanConfig)}
-    )
+    # Nothing is run: a TPU of this machine is left to others.
+    jax.config.update("jax_platforms", "cpu")
     progress = Console(stderr=True)
+
+    def compiling(name: str) -> None:
+        progress.print(f"compiling: {name}", style="dim", markup=False)
+
     try:
-        made = make_plan(
-            config, on_program=lambda name: progress.print(f"compiling: {name}", style="dim")
-        )
+        config = narrowed(command, PlanConfig)
+        made = make_plan(config, everything=command.all, on_program=compiling)
     except ModuleNotFoundError as error:
         if error.name != "libtpu":
             raise
@@ -304,23 +346,66 @@ def plan(command: Plan) -> None:
         show(made, Console())
 
 
-def main(arguments: list[str] | None = None) -> int:
-    command = tyro.cli(
-        Command, prog="grpo-jax", description=__doc__.splitlines()[0], args=arguments
+def given_model(arguments: list[str], usual: str) -> str:
+    """The --model among the arguments: what the other options' defaults depend on."""
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name == "--model":
+            return value if equals else next(iter(arguments[place + 1 :]), usual)
+    return usual
+
+
+def check_trl_names(arguments: list[str]) -> None:
+    """Raises ValueError for an option by TRL's name, with the name that it has here."""
+    known = {name for cls in (Train, Plan) for name in option_paths(cls)}
+    for argument in arguments:
+        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        if argument.startswith("--") and name in TRL_NAMES and name not in known:
+            raise ValueError(
+                f"{flag(name)} is TRL's name of an option; did you mean {TRL_NAMES[name]}?"
+            )
+
+
+def parsed(arguments: list[str]) -> Any:
+    """The command that the arguments say."""
+    model = given_model(arguments, TINY)
+    commands = (
+        Annotated[Train, tyro.conf.subcommand("train", default=Train.suited(model))]
+        | Annotated[Eval, tyro.conf.subcommand("eval")]
+        | Annotated[Sample, tyro.conf.subcommand("sample")]
+        | Annotated[Plan, tyro.conf.subcommand("plan", default=Plan.suited(model))]
     )
+    return tyro.cli(
+        commands,
+        prog="grpo-jax",
+        description=__doc__.splitlines()[0],
+        args=arguments,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     actions = {Train: train, Eval: evaluate, Sample: sample, Plan: plan}
     try:
+        check_trl_names(arguments)
+        command = parsed(arguments)
         actions[type(command)](command)
+    except OptionError as error:
+        return failed(f"{flag(error.name)} {error.text}")
     except (ValueError, OSError, ProcessError) as error:
-        message = Text.assemble(
-            ("error: ", "bold red"), str(error)
-        )  # not markup: a message may hold brackets
-        Console(stderr=True).print(message, soft_wrap=True)
-        return 2
+        return failed(str(error))
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; continue with: grpo-jax train --resume RUN")
         return 130
     return 0
+
+
+def failed(message: str) -> int:
+    """Tells an error; it is no markup, for it may hold brackets."""
+    text = Text.assemble(("error: ", "bold red"), message)
+    Console(stderr=True).print(text, soft_wrap=True)
+    return 2
 
 
 if __name__ == "__main__":

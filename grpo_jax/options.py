@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 ON_ERROR = ("raise", "skip")
 OLD_LOGP = ("auto", "sampler", "first_epoch")
+SCHEDULES = ("constant", "linear", "cosine")
 
 
 class OptionError(ValueError):
@@ -160,6 +161,33 @@ class Scoring(NamedTuple):
         if len(self.weights) != count or not finite:
             expected = f"{count} finite weights, one for each reward function"
             raise OptionError("weights", f"must be {expected}, got {self.weights!r}")
+        return self
+
+
+class AdamW(NamedTuple):
+    """The optimiser: AdamW with a schedule, behind a clip of the global norm."""
+
+    learning_rate: float = 1e-6
+    """The peak of the learning rate."""
+    schedule: str = "constant"
+    """How the rate goes on after its warm-up: constant, linear or cosine (to 0 at the last update)."""
+    lr_warmup: int = 0
+    """Updates over which the learning rate grows to its peak."""
+    weight_decay: float = 0.0
+    """Weight decay, applied to matrices only."""
+    clip_norm: float = 1.0
+    """The largest global norm of a gradient; inf switches clipping off."""
+
+    def check(self) -> "AdamW":
+        """Returns itself, or raises an `OptionError` for the first value out of its range."""
+        number("learning_rate", self.learning_rate, 0)
+        if self.schedule not in SCHEDULES:
+            raise OptionError("schedule", f"must be one of {SCHEDULES}, got {self.schedule!r}")
+        whole("lr_warmup", self.lr_warmup, 0)
+        number("weight_decay", self.weight_decay, 0)
+        if not self.clip_norm > 0:
+            problem = f"must be above 0, or inf for no clipping, got {self.clip_norm!r}"
+            raise OptionError("clip_norm", problem)
         return self
 
 

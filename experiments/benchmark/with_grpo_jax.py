@@ -1,27 +1,76 @@
-"""grpo_jax: a step as `loop.train` takes it, from the public functions."""
+"""grpo_jax: its own loop and stages, one iteration a step, each stage timed by itself."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.inference.generate import generate
+from experiments.benchmark.workloads import Workload
 from grpo_jax.models import LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import grpo
-from grpo_jax.parallel.backends import SINGLE
+from grpo_jax.options import Batching, Generation, Update
+from grpo_jax.parallel.backends import SINGLE, Program, listed, shapes_of
 from grpo_jax.parallel.memory import remat_by_memory
-from grpo_jax.training.batch import assemble, score, trim
-from grpo_jax.training.loop import copy
+from grpo_jax.rewards import batched
+from grpo_jax.tasks import Task
+from grpo_jax.training.loop import Collected, collect, iterate, weights_of
 from grpo_jax.training.optimizers import adamw
-from grpo_jax.training.packing import pack
-from grpo_jax.training.train_step import init_state, make_train_step
-from grpo_jax.training.zero_variance import drop_zero_variance_groups
-from grpo_jax.types import Batch, Prompts, Rollout
+from grpo_jax.training.stages import Stages, inference_stage, make_stages, sampling_stage
+from grpo_jax.types import Prompts, Rollout
 
-LENGTH_BUCKETS = 4  # the default of `loop.train`
-COMPACT = 3
+
+def generation_of(work: Workload) -> Generation:
+    """How a workload is sampled; completions of equal length leave nothing to shrink."""
+    return Generation(work.group_size, work.max_new_tokens, compactions=3 if work.ragged else 0)
+
+
+def batching_of(work: Workload) -> Batching:
+    """As `grpo-jax train` cuts the batches of a pretrained model, with the buckets of `train`."""
+    return Batching(work.prompts, work.prompt_length, pack_tokens=True, drop_zero_variance=True)
+
+
+def update_of(work: Workload) -> Update:
+    """π_old is what the batch says: that of the first step is given."""
+    return Update(microbatches=work.microbatches, old_logp="sampler")
+
+
+class Ids:
+    """A tokenizer whose text is ids."""
+
+    pad_id = 0
+
+    def __init__(self, vocab_size: int, stop_ids: tuple[int, ...]):
+        self.vocab_size = vocab_size
+        self.stop_ids = stop_ids
+
+    def encode(self, text: str) -> list[int]:
+        return [int(word[1:-1]) for word in text.split()]
+
+    def decode(self, ids) -> str:
+        return " ".join(f"<{i}>" for i in ids)
+
+    def render(self, messages) -> list[int]:
+        return [i for message in messages for i in self.encode(message["content"])]
+
+
+def given_rewards(tokenizer: Ids, inputs: dict) -> Task:
+    """The prompts of a batch, and a reward that gives what the batch has, whatever was written."""
+
+    def given(completion: list[str]) -> list[float]:
+        return inputs["reward_PG"].reshape(len(completion)).tolist()
+
+    return Task(
+        name="given",
+        train=[{"question": tokenizer.decode(ids)} for ids in inputs["prompt_PS"]],
+        held_out=[],
+        prompt=lambda row: [{"role": "user", "content": row["question"]}],
+        reward=batched(given),
+        target=lambda row: "",
+    )
 
 
 def build(spec: SimpleNamespace, inputs: dict) -> "GrpoJax":
@@ -33,132 +82,157 @@ class GrpoJax:
         self.spec = spec
         self.inputs = inputs
         work = spec.workload
-        self.model, params = load_pretrained(spec.folder, dtype=spec.dtype)
+        model, params = load_pretrained(spec.folder, dtype=spec.dtype)
         if not spec.contestant.endswith("_layer"):  # the default of `grpo-jax train`: by memory
             prompts = work.prompts // work.microbatches
             lengths = work.prompt_length, work.group_size, work.max_new_tokens
-            self.model = decoder(
-                self.model.config,
-                remat=remat_by_memory(self.model.config, params, prompts, *lengths),
-            )
-        plain = self.model
-        self.model = SINGLE.for_training(self.model)
-        self.attention = "einsums" if self.model is plain else "the platform's fused kernel"
-        self.objective = grpo(low=0.2, high=0.2, beta=work.beta)
-        self.prompts = Prompts(
-            jnp.asarray(inputs["prompt_PS"]), jnp.ones(inputs["prompt_PS"].shape, bool)
-        )
-        self.sampler = (
-            force_lengths(self.model, inputs["length_PG"], spec.stop_id)
-            if work.ragged
-            else self.model
-        )
-        optimizer = adamw(spec.learning_rate, steps=10**6, clip_norm=spec.clip_norm)
-        step = make_train_step(
-            self.model, self.objective, optimizer, microbatches=work.microbatches
-        )
-        self.jitted = jax.jit(step, donate_argnums=0)
-        self.compiled = None
+            remat = remat_by_memory(model.config, params, prompts, *lengths)
+            model = decoder(model.config, remat=remat)
+        plain = model
+        model = SINGLE.for_training(model)
+        self.attention = "einsums" if model is plain else "the platform's fused kernel"
+        self.stages = stages_of(spec, inputs, model)
         # Without a KL the step needs no reference: the weights themselves then serve to time that
         # stage.
-        self.state = init_state(copy(params), optimizer)
-        self.frozen = params
-        self.key = jax.random.key(0)
+        self.state = self.stages.start(params, params)._replace(reference=params)
+        self.infer = self.stages.infer
+        if not work.beta:
+            sampling = generation_of(work).sampling
+            self.infer = inference_stage(model, grpo(), None, sampling, update_of(work), SINGLE)
+        self.update: Program | None = None
 
-    def sample(self, clock) -> Rollout:
-        work = self.spec.workload
-        with clock("sample"):
-            rollout = generate(
-                self.sampler,
-                self.state.params,
-                self.prompts,
-                jax.random.fold_in(self.key, self.state.step),
-                group_size=work.group_size,
-                max_new_tokens=work.max_new_tokens,
-                stop_ids=(self.spec.stop_id,) if work.ragged else (),
-                compact=COMPACT if work.ragged else 0,
-            )
-            return jax.block_until_ready(rollout)
+    def timed(self, clock, **changed: Callable) -> Stages:
+        """The stages, some of them `changed`, timed until their arrays are there.
 
-    def score(self, clock, rollout: Rollout):
-        with clock("reference"):
-            return jax.block_until_ready(score(self.model, self.frozen, rollout)[0])
+        Groups without a gradient are left out in `assemble`, so that it is a part of training.
+        """
 
-    def train(self, clock, batch: Batch) -> dict:
-        work = self.spec.workload
-        with clock("train"):
-            batch = drop_zero_variance_groups(
-                self.objective, batch, range(work.microbatches, work.prompts, work.microbatches)
-            )
-            if self.compiled is None:
-                self.compiled = self.jitted.lower(self.state, batch).compile()
-            self.state, metrics = self.compiled(self.state, batch)
-            return {name: float(value) for name, value in jax.device_get(metrics).items()}
+        def until_ready(name: str, stage: Callable) -> Callable:
+            def run(*args):
+                with clock(name):
+                    return jax.block_until_ready(stage(*args))
 
-    def prepare(self, rollout: Rollout) -> Rollout:
-        """What the loop does between sampling and training."""
-        return pack(trim(rollout, LENGTH_BUCKETS))
+            return run
+
+        stages = self.stages._replace(**changed)
+        timed = {
+            "generate": until_ready("sample", stages.generate),
+            "assemble": until_ready("train", stages.assemble),
+            "update": until_ready("train", self.noted(stages.update)),
+        }
+        if self.spec.workload.beta or changed:
+            timed["infer"] = until_ready("reference", stages.infer)
+        return stages._replace(**timed)
+
+    def noted(self, update: Callable) -> Callable:
+        """The update; which program it is, is noted before it first runs."""
+
+        def run(*args):
+            if self.update is None:
+                with listed() as found:
+                    update.on_shapes(*shapes_of(args))
+                (self.update,) = found.values()
+            return update(*args)
+
+        return run
 
     def given(self) -> Rollout:
+        """The given batch, as if sampled by a policy before this one."""
+        P = self.spec.workload.prompts
         mask = jnp.asarray(self.inputs["mask_PGT"])
-        stopped = jnp.full(mask.shape[:2], self.spec.workload.ragged)
-        tokens = jnp.asarray(self.inputs["tokens_PGT"])
-        return self.prepare(
-            Rollout(self.prompts, tokens, mask, jnp.zeros(mask.shape, jnp.float32), stopped)
+        rollout = Rollout(
+            prompts=prompts_of(self.inputs),
+            tokens_PGT=jnp.asarray(self.inputs["tokens_PGT"]),
+            mask_PGT=mask,
+            logp_PGT=jnp.zeros(mask.shape, jnp.float32),
+            stopped_PG=jnp.full(mask.shape[:2], self.spec.workload.ragged),
+            row_P=jnp.arange(P, dtype=jnp.int32),
+            update_P=jnp.full(P, -1, jnp.int32),
         )
+        return SINGLE.put("rows", rollout)
 
     def first(self, clock) -> dict:
-        self.sample(clock)
-        rollout = self.given()
-        logp = self.score(clock, rollout)
-        noise = lambda name: self.inputs[name][..., : logp.shape[-1]]
-        rollout = rollout._replace(logp_PGT=logp + noise("old_noise_PGT"))
-        fields = (
-            {"ref_logp_T": logp + noise("reference_noise_PGT")} if self.spec.workload.beta else {}
-        )
-        batch = assemble(self.objective, rollout, self.inputs["reward_PG"], **fields)
-        batch = batch._replace(
-            samples=batch.samples._replace(adv=jnp.asarray(self.inputs["advantage_PG"]))
-        )
-        metrics = self.train(clock, batch)
+        seen = {}
+
+        def collect_given(stages: Stages, weights, rollout, more, data) -> tuple[Collected, Any]:
+            found, data = collect(stages, weights, self.given(), more, data)
+            logp = seen["logp"] = found.fields["ref_logp_T"]
+            noise = lambda name: self.inputs[name][..., : logp.shape[-1]]
+            rollout = found.rollout._replace(logp_PGT=logp + noise("old_noise_PGT"))
+            fields = {"ref_logp_T": logp + noise("reference_noise_PGT")}
+            fields = fields if self.spec.workload.beta else {}
+            return found._replace(rollout=rollout, fields=fields), data
+
+        metrics = self.iteration(self.timed(clock, infer=self.infer), collect_given)
+        logp = np.asarray(seen["logp"], np.float32)
         scale = max(1.0, metrics["grad_norm"] / self.spec.clip_norm)
         cut = self.spec.workload.max_new_tokens - logp.shape[-1]
         return {
             "loss": metrics["loss"],
             "grad_norm": metrics["grad_norm"],
-            "reference_PGT": np.pad(np.asarray(logp, np.float32), [(0, 0), (0, 0), (0, cut)]),
-            "gradient": scale * compared_gradient(self.state.opt_state),
+            "reference_PGT": np.pad(logp, [(0, 0), (0, 0), (0, cut)]),
+            "gradient": scale * compared_gradient(self.state.train.opt_state),
         }
 
     def step(self, clock) -> np.ndarray:
-        rollout = self.prepare(self.sample(clock))
-        length_PG, reward_PG = self.judge(rollout)
-        fields = {"ref_logp_T": self.score(clock, rollout)} if self.spec.workload.beta else {}
-        self.train(clock, assemble(self.objective, rollout, reward_PG, **fields))
-        return length_PG
+        self.iteration(self.timed(clock))
+        return self.state.data["length_PG"]
 
-    def judge(self, rollout: Rollout) -> tuple[np.ndarray, np.ndarray]:
-        """Lengths and rewards: the host makes text of the tokens and calls a reward with it, as TRL
-        does.
-        """
-        tokens_PGT = np.asarray(rollout.tokens_PGT)
-        length_PG = np.asarray(rollout.mask_PGT).sum(-1)
-        rows = zip(tokens_PGT.reshape(length_PG.size, -1), length_PG.reshape(-1), strict=True)
-        texts = [" ".join(f"<{token}>" for token in ids[:length]) for ids, length in rows]
-        given = lambda completions: self.inputs["reward_PG"].reshape(len(completions))
-        return length_PG, given(texts).reshape(length_PG.shape)
+    def iteration(self, stages: Stages, collect: Callable = collect) -> dict:
+        """The next iteration of the loop, and its metrics."""
+        steps = self.state.iteration + 1
+        ((self.state, metrics),) = iterate(stages, self.state, steps=steps, collect=collect)
+        return metrics
 
     def reference(self, clock) -> None:
-        self.score(clock, self.given())
+        stages = self.timed(clock, infer=self.infer)
+        rollout, _ = stages.shrink(self.given())
+        stages.infer(weights_of(self.state), rollout)
 
     def temp_bytes(self) -> int:
-        return self.compiled.memory_analysis().temp_size_in_bytes
+        return self.update.lower().compile().memory_analysis().temp_size_in_bytes
 
     def platform(self) -> str:
         return jax.local_devices()[0].platform
 
     def device_peak_bytes(self) -> int | None:
         return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def stages_of(spec, inputs: dict, model: LanguageModel) -> Stages:
+    """The stages of a workload: every iteration asks the given prompts, in their order."""
+    work = spec.workload
+    tokenizer = Ids(spec.vocab_size, (spec.stop_id,) if work.ragged else ())
+    generation = generation_of(work)
+    stages = make_stages(
+        model,
+        given_rewards(tokenizer, inputs),
+        tokenizer,
+        grpo(low=0.2, high=0.2, beta=work.beta),
+        adamw(spec.learning_rate, clip_norm=spec.clip_norm),
+        generation=generation,
+        update=update_of(work),
+        batching=batching_of(work),
+    )
+    prompts = prompts_of(inputs)
+    row_P = SINGLE.put("rows", np.arange(work.prompts, dtype=np.int32))
+    stages = stages._replace(
+        prompts=lambda data: (prompts, row_P, data),
+        observe=lambda data, host, scores: data | {"length_PG": host.mask_PGT.sum(-1)},
+    )
+    if not work.ragged:
+        return stages
+    forced = force_lengths(model, inputs["length_PG"], spec.stop_id)
+    return stages._replace(
+        generate=sampling_stage(forced, tokenizer, generation, SINGLE),
+        # What is forced is not what the policy would have sampled, so that it is not fresh.
+        shrink=lambda rollout: stages.shrink(rollout._replace(update_P=rollout.update_P - 1)),
+    )
+
+
+def prompts_of(inputs: dict) -> Prompts:
+    tokens_PS = jnp.asarray(inputs["prompt_PS"])
+    return Prompts(tokens_PS, jnp.ones(tokens_PS.shape, bool))
 
 
 def compared_gradient(opt_state) -> np.ndarray:

@@ -98,7 +98,7 @@ def completion_hidden(
     chex.assert_rank([prompts.tokens_PS, prompts.mask_PS, tokens_PGT], [2, 2, 3])
     chex.assert_equal_shape_prefix([prompts.tokens_PS, tokens_PGT], 1)
 
-    forward = model.together or partial(_one_after_another, model)
+    forward = model.forward or partial(_one_after_another, model)
     T = tokens_PGT.shape[-1]
     hidden_PSD, hidden_PND = forward(
         params, prompts.tokens_PS, prompts.mask_PS, tokens_PGT, token_index_PN
@@ -111,7 +111,7 @@ def completion_hidden(
 def _one_after_another(
     model: LanguageModel, params: Params, *rows: Array | None
 ) -> tuple[Array, Array]:
-    """`LanguageModel.together` of a model without it: the prompt, then each completion after its
+    """`LanguageModel.forward` of a model without it: the prompt, then each completion after its
     cache.
     """
 

@@ -66,9 +66,8 @@ def attend(q_KGThd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
     K, G, T, h, d = q_KGThd.shape
     scored = []
     for k, v, mask_TS in parts:
-        R = (
-            K if k.ndim == 3 else K * G
-        )  # one product for the queries of all sequences where they share the keys
+        # One product for the queries of all sequences where they share the keys.
+        R = K if k.ndim == 3 else K * G
         k, v = (y.reshape(R, -1, d) for y in (k, v))
         score = scores(q_KGThd.reshape(R, -1, d), k).reshape(K, G, T, h, -1) * d**-0.5
         scored.append((jnp.where(mask_TS[..., None, :], score, MASKED), v))

@@ -9,31 +9,33 @@ from typing import Any, NamedTuple
 
 
 class LanguageModel(NamedTuple):
-    """Pure functions of one sequence; `policy` and `sampler` take these and never import a model.
+    """Pure functions of one sequence; `inference` and `training` take these and never import a
+    model.
 
     ```
     init(key)                                   -> params
-    prefill(params, tokens_S, mask_S)           -> hidden_SD, cache   a left-padded prompt, encoded once
+    prefill(params, tokens_S, mask_S)           -> hidden_SD, cache   a left-padded prompt, once
     extend(params, cache, tokens_T)             -> hidden_TD          a completion after that prompt
     logits(params, hidden_D)                    -> logits_V           float32, any leading axes
-    for_decoding(params)                        -> weights            the layout `decode` and `decode_logits` read
-    empty(max_tokens)                           -> own                a completion's own cache, before its first token
-    decode(weights, cache, own, index, token)   -> hidden_D, own      token number `index` of the completion
+    for_decoding(params)                        -> weights            the layout that decoding reads
+    empty(max_tokens)                           -> own                a completion's own cache, still empty
+    decode(weights, cache, own, index, token)   -> hidden_D, own      the completion's token `index`
     decode_logits(weights, hidden_D)            -> logits_V
     ```
 
-    A model may have `together(params, tokens_PS, mask_PS, tokens_PGT, token_index_PN) ->
-    hidden_PSD, hidden_PND`: prompts and their groups' tokens at the places g·T + t (None: all) in
-    one pass, which keeps no cache. Training then uses it.
+    A model may have `forward(params, tokens_PS, mask_PS, tokens_PGT, token_index_PN) -> hidden_PSD,
+    hidden_PND`: prompts and their groups' tokens in one pass, which keeps no cache.
+    `token_index_PN` holds the tokens' places g·T + t in their group (None: all). Training then uses
+    it.
 
     A model of parameters that are spread over devices may have `with_gather(gather) -> model`: the
     same model, whose functions for training pass a layer's parameters through `gather(names, x)`
     when that layer is computed, so that no more than one layer is whole at a time. `outer(params)
     -> params` does that to the parameters outside the layers, which are read in several places.
 
-    A model with `together` may have `with_attention(attention) -> model`: the same model, whose
-    `together` attends by `attention(q_KPRhd, k_KPRd, v_KPRd, mask_PS, T=T) -> out_KPRhd` (see
-    `models.fused`); `config` then names its `num_key_value_heads`.
+    A model with `forward` may have `with_attention(attention) -> model`: the same model, whose
+    `forward` attends by `attention(q_KPRhd, k_KPRd, v_KPRd, mask_PS, T=T) -> out_KPRhd` (see
+    `models.kernels.fused`); `config` then names its `num_key_value_heads`.
 
     `keeps_products` says that memory is there to keep products for the backward pass, those with
     the vocabulary too.
@@ -54,7 +56,7 @@ class LanguageModel(NamedTuple):
     decode: Callable
     decode_logits: Callable
     axes: tuple[tuple[str, str], ...] | None = None
-    together: Callable | None = None
+    forward: Callable | None = None
     with_gather: Callable | None = None
     outer: Callable = lambda params: params
     with_attention: Callable | None = None

@@ -33,19 +33,17 @@ def up_projection(x_TD: Array, w_DF: Array) -> Array:
     return x_TD @ w_DF
 
 
-def _widen_forward(x_TD, w_DF):
-    return x_TD @ w_DF, (
-        x_TD,
-        w_DF,
-    )  # not `up_projection` again: a remat policy sees products, not what is in a custom_vjp
+def _up_projection_forward(x_TD, w_DF):
+    # Not `up_projection` again: a remat policy sees products, not what is in a custom_vjp.
+    return x_TD @ w_DF, (x_TD, w_DF)
 
 
-def _widen_backward(kept, g_TF):
+def _up_projection_backward(kept, g_TF):
     x_TD, w_DF = kept
     return g_TF @ w_DF.T, jax.lax.dot_general(x_TD, g_TF, (((0,), (0,)), ((), ())))
 
 
-up_projection.defvjp(_widen_forward, _widen_backward)
+up_projection.defvjp(_up_projection_forward, _up_projection_backward)
 
 
 @custom_vmap
@@ -66,7 +64,7 @@ def small_batch_matmul(x_ND: Array, w_FD: Array) -> Array:
 
 
 @small_batch_matmul.def_vmap
-def _few_rows_of_all(axis_size, batched, x_BND, w_FD):
+def _rows_of_all_sequences(axis_size, batched, x_BND, w_FD):
     if batched != [True, False]:
         raise NotImplementedError("small_batch_matmul is mapped over its rows alone")
     B, N, D = x_BND.shape

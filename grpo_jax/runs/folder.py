@@ -52,7 +52,8 @@ class RunFolder:
             str(self.path / "tensorboard"),
             purge_step=resume_step,
             flush_secs=10,
-            filename_suffix=f".{resume_step or 0}",  # files named by the second alone can overwrite one another
+            # Files named by the second alone can overwrite one another.
+            filename_suffix=f".{resume_step or 0}",
         )
 
     def __enter__(self) -> "RunFolder":
@@ -68,26 +69,43 @@ class RunFolder:
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         write_json(self.path / "summary.json", summary)
 
-    def log(
-        self, step: int, metrics: Mapping[str, Any], timings: Mapping[str, Any] | None = None
-    ) -> None:
-        """One line of metrics.jsonl, and of timings.jsonl for what depends on the clock; both go to
-        TensorBoard.
+    def log(self, metrics: Mapping[str, Any], *, completions: int = 4) -> None:
+        """An iteration, as `train` yields its metrics, or any numbers with an `iteration`.
+
+        What depends on the clock (`seconds/…`) goes to timings.jsonl, `completions` of the sampled
+        texts to completions.jsonl, the rest to metrics.jsonl; numbers go to TensorBoard, too.
         """
+        metrics = dict(metrics)
+        step = metrics.pop("iteration")
+        texts = metrics.pop("completions", [])
+        names = [name for name in metrics if name.startswith("seconds/")]
+        timings = {name: metrics.pop(name) for name in names}
+        if timings and "tokens" in metrics:
+            timings["tokens_per_second"] = metrics["tokens"] / max(sum(timings.values()), 1e-9)
         append_line(self.path / "metrics.jsonl", {"step": step, **metrics})
         if timings:
             append_line(self.path / "timings.jsonl", {"step": step, **timings})
-        for prefix, numbers in (("", metrics), ("time/", timings or {})):
+        for row in spread(texts, completions):
+            append_line(self.path / "completions.jsonl", {"step": step, **row})
+        for prefix, numbers in (("", metrics), ("time/", timings)):
             for name, value in numbers.items():
                 if isinstance(number := _plain(value), int | float):
                     self._board.add_scalar(prefix + name, number, step)
 
-    def log_completions(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Lines of completions.jsonl; a row has prompt, completion, reward (NaN: null) and
-        answer.
-        """
-        for row in rows:
-            append_line(self.path / "completions.jsonl", {"step": step, **row})
+
+def run_folder(path: str | Path, *, resume_step: int | None = None) -> RunFolder:
+    """A run folder for a program of one's own: `with run_folder(path) as folder: folder.log(…)`.
+
+    Raises FileExistsError for a folder that already holds a run; with `resume_step`, the number of
+    iterations that a restored state has behind it, it is continued.
+    """
+    return RunFolder(path, resume_step=None if resume_step is None else resume_step + 1)
+
+
+def spread(rows: Sequence[Mapping[str, Any]], count: int) -> list[Mapping[str, Any]]:
+    """`count` of the rows, evenly spaced: completions of different prompts."""
+    places = np.linspace(0, len(rows) - 1, min(count, len(rows))).round().astype(int)
+    return [rows[i] for i in places]
 
 
 def json_text(content: Any, *, indent: int | None = None) -> str:
@@ -138,6 +156,8 @@ def _plain(value: Any) -> Any:
         return {
             field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)
         }
+    if hasattr(value, "_asdict"):  # a tuple of options
+        return _plain(value._asdict())
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from grpo_jax.inference.critic import Critic
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import AdaptiveObjective, Objective
-from grpo_jax.options import Batching, Generation, Scoring, Update
+from grpo_jax.options import Batching, Generation, Scoring, Update, whole
 from grpo_jax.parallel.backends import SINGLE, Devices, Program, shapes_of
 from grpo_jax.tasks import Task
 from grpo_jax.training.batch import GatheredScores, HostRollout
@@ -29,6 +28,7 @@ from grpo_jax.training.metrics import (
     learning_rate,
     timed,
 )
+from grpo_jax.training.optimizers import Optimizer, optimizer_for
 from grpo_jax.training.stages import Stages, make_stages, programs
 from grpo_jax.types import Params, Rollout, RunState, Weights
 
@@ -204,7 +204,7 @@ def train(
     task: Task,
     tokenizer: Tokenizer,
     objective: Objective | AdaptiveObjective,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     *,
     steps: int,
     seed: int = 0,
@@ -233,7 +233,8 @@ def train(
       task: rows, a prompt for each, and the reward.
       tokenizer: between messages, ids and text.
       objective: advantage and loss, such as `grpo(beta=0.04)`.
-      optimizer: an Optax transformation, such as `adamw(1e-6)`.
+      optimizer: an Optax transformation, such as `adamw(1e-6)`, or a function of the run's total
+        updates (iterations × epochs) that gives one.
       steps: iterations, counted from the very beginning.
       seed: of everything random.
       generation: how completions are sampled.
@@ -254,12 +255,14 @@ def train(
       OptionError: an option is out of its range, or two do not fit together.
       ValueError: task, objective and state do not fit together.
     """
+    whole("steps", steps, 0)
+    update.check()
     stages = make_stages(
         model,
         task,
         tokenizer,
         objective,
-        optimizer,
+        optimizer_for(optimizer, steps * update.epochs),
         seed=seed,
         generation=generation,
         update=update,

@@ -1,54 +1,111 @@
-"""AdamW with a schedule and a clip of the global norm."""
+"""AdamW with a schedule and a clip of the global norm; any Optax transformation serves instead.
+
+An optimiser whose schedule decays must know how many updates a run makes. It may be given as a
+function of that number, `total_updates -> GradientTransformation`, which `train` calls.
+
+Left out on purpose: other optimisers; they are Optax's.
+"""
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from grpo_jax.options import AdamW
+
+Optimizer = optax.GradientTransformation | Callable[[int], optax.GradientTransformation]
+
 
 def adamw(
     learning_rate: float,
     *,
-    steps: int,
-    warmup_steps: int = 0,
+    total_updates: int | None = None,
     schedule: str = "constant",
+    lr_warmup: int = 0,
     weight_decay: float = 0.0,
     clip_norm: float | None = 1.0,
     b1: float = 0.9,
     b2: float = 0.999,
-) -> optax.GradientTransformation:
-    """AdamW behind a clip of the global norm, its rate warmed up linearly and decayed over `steps`
-    updates.
+) -> Optimizer:
+    """AdamW (Loshchilov & Hutter 2019, 1711.05101) behind a clip of the global norm.
 
-    `learning_rate` is the peak. After `warmup_steps` updates the "constant" schedule keeps it,
-    "linear" and "cosine" lower it to 0 at the last of `steps` updates (epochs included: the real
-    number of optimiser updates). Weight decay (Loshchilov & Hutter 2019, 1711.05101) leaves norms
-    and biases alone. `clip_norm` None switches clipping off. The rate in use is kept in the state
-    as a hyper-parameter, for the log.
+    `rate_i = peak · (i + 1) / lr_warmup` for the first `lr_warmup` updates; after them "constant"
+    keeps the peak, "linear" and "cosine" lower it to 0 at the last of `total_updates`. Without that
+    number a schedule that decays gives a function of it, which `train` calls. The rate in use is
+    kept in the state as a float32 hyper-parameter, for the log.
+
+    Args:
+      learning_rate: the peak of the rate.
+      total_updates: optimiser updates of the whole run: iterations × epochs.
+      schedule: "constant", "linear" or "cosine".
+      lr_warmup: updates until the peak.
+      weight_decay: applied to matrices only; norms, biases and scales are left alone.
+      clip_norm: the largest global norm of a gradient; None: no clipping.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+
+    Raises:
+      OptionError: an option is out of its range.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {tuple(SCHEDULES)}, got {schedule!r}")
-    if not learning_rate >= 0:
-        raise ValueError(f"learning_rate must be at least 0, got {learning_rate}")
-    if not 0 <= warmup_steps <= steps:
-        raise ValueError(
-            f"warmup_steps must be between 0 and the {steps} updates of the run, got {warmup_steps}"
+    clip = float("inf") if clip_norm is None else clip_norm
+    options = AdamW(learning_rate, schedule, lr_warmup, weight_decay, clip).check()
+    if total_updates is None and schedule != "constant":
+        return lambda total: _adamw(options, total, b1, b2)
+    return _adamw(options, total_updates or 1, b1, b2)
+
+
+def optimizer_for(optimizer: Optimizer, total_updates: int) -> optax.GradientTransformation:
+    """The optimiser of a run that makes so many updates."""
+    if isinstance(optimizer, optax.GradientTransformation):
+        return optimizer
+    if not callable(optimizer):
+        raise TypeError(
+            "optimizer must be an Optax transformation, or a function of the run's total updates "
+            f"that gives one; got {optimizer!r}"
         )
-    if weight_decay < 0:
-        raise ValueError(f"weight_decay must be at least 0, got {weight_decay}")
-    if clip_norm is not None and not clip_norm > 0:
-        raise ValueError(f"clip_norm must be above 0, or None for no clipping, got {clip_norm}")
-    # Update number i (from 0) uses rate(i): the warm-up starts at 1/warmup of the peak, not at an
-    # update wasted on 0.
-    warm = lambda i: learning_rate * (i + 1) / max(warmup_steps, 1)
-    after = SCHEDULES[schedule](learning_rate, max(steps - warmup_steps, 1))
-    rate = optax.join_schedules([warm, after], [warmup_steps])
-    decayed = lambda params: jax.tree_util.tree_map_with_path(
-        lambda path, _: _is_matrix(path), params
+    return optimizer(total_updates)
+
+
+def _adamw(options: AdamW, total: int, b1: float, b2: float) -> optax.GradientTransformation:
+    rule = optax.inject_hyperparams(
+        optax.adamw, static_args=("b1", "b2", "mask"), hyperparam_dtype=jnp.float32
+    )(
+        learning_rate=rates(options, total),
+        b1=b1,
+        b2=b2,
+        weight_decay=options.weight_decay,
+        mask=matrices,
     )
-    rule = optax.inject_hyperparams(optax.adamw, static_args=("b1", "b2", "mask"))(
-        learning_rate=rate, b1=b1, b2=b2, weight_decay=weight_decay, mask=decayed
-    )
-    return rule if clip_norm is None else optax.chain(clip_global_norm(clip_norm), rule)
+    if options.clip_norm == float("inf"):
+        return rule
+    return optax.chain(clip_global_norm(options.clip_norm), rule)
+
+
+def rates(options: AdamW, total: int) -> optax.Schedule:
+    """The learning rate of each update, counted from 0."""
+    peak = options.learning_rate
+    warmup = min(options.lr_warmup, total)
+    # The warm-up starts at 1/warmup of the peak: no update is wasted on a rate of 0.
+    warm = lambda i: peak * (i + 1) / max(warmup, 1)
+    left = max(total - warmup, 1)
+    after = {
+        "constant": optax.constant_schedule(peak),
+        "linear": optax.linear_schedule(peak, 0.0, left),
+        "cosine": optax.cosine_decay_schedule(peak, left),
+    }
+    return optax.join_schedules([warm, after[options.schedule]], [warmup])
+
+
+def matrices(params) -> object:
+    """Which parameters weight decay applies to: not those named as norms, biases or scales."""
+    spared = ("norm", "bias", "scale")
+
+    def decays(path: tuple, _) -> bool:
+        name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
+        return not name.endswith(spared)
+
+    return jax.tree_util.tree_map_with_path(decays, params)
 
 
 def clip_global_norm(limit: float) -> optax.GradientTransformation:
@@ -63,15 +120,3 @@ def clip_global_norm(limit: float) -> optax.GradientTransformation:
         return jax.tree.map(lambda g: g * scale.astype(g.dtype), grads), state
 
     return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
-
-
-SCHEDULES = {
-    "constant": lambda peak, steps: optax.constant_schedule(peak),
-    "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
-    "cosine": lambda peak, steps: optax.cosine_decay_schedule(peak, steps),
-}
-
-
-def _is_matrix(path: tuple) -> bool:
-    name = str(getattr(path[-1], "key", path[-1]))
-    return not (name.endswith("norm") or name.endswith("bias"))

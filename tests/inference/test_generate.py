@@ -5,7 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grpo_jax.inference.generate import draw, generate
-from grpo_jax.inference.logprobs import Sampling, completion_logp
+from grpo_jax.inference.logprobs import completion_logp
+from grpo_jax.options import Generation, OptionError, Sampling
 from grpo_jax.plan import hlo
 from grpo_jax.plan.hlo_text import parse, size
 from grpo_jax.types import Prompts
@@ -15,15 +16,28 @@ from toy import bigram
 KEY = jax.random.key(7)
 
 
-def sample(model, params, prompts, key=KEY, group_size=4, max_new_tokens=10, **options):
-    return generate(model, params, prompts, key, group_size=group_size, max_new_tokens=max_new_tokens, **options)
+def generation_of(group_size=4, max_new_tokens=10, decode_slots=None, compactions=0, **sampling):
+    return Generation(group_size, max_new_tokens, Sampling(**sampling), decode_slots, compactions)
+
+
+def sample(model, params, prompts, key=KEY, first_prompt=0, stop_ids=(), pad_id=0, **options):
+    generation = generation_of(**options)
+    return generate(
+        model, params, prompts, key, first_prompt, generation=generation, stop_ids=stop_ids, pad_id=pad_id
+    )
+
+
+def lowered(model, params, prompts, stop_ids=(), **options):
+    return generate.lower(model, params, prompts, KEY, generation=generation_of(**options), stop_ids=stop_ids)
 
 
 @pytest.mark.parametrize(
-    "options", [{"compact": 3}, {"decode_slots": 1}, {"decode_slots": 3}, {"decode_slots": 5, "compact": 2}], ids=str
+    "options",
+    [{"compactions": 3}, {"decode_slots": 1}, {"decode_slots": 3}, {"decode_slots": 5, "compactions": 2}],
+    ids=str,
 )
-def test_compaction_and_seats_change_cost_only(tiny_model, tiny_params, prompts, options):
-    """Every completion at its own place, with its own noise, whichever seat it was computed in, and when."""
+def test_compaction_and_slots_change_cost_only(tiny_model, tiny_params, prompts, options):
+    """Every completion at its own place, with its own noise, whichever slot it was computed in, and when."""
     shared = {"group_size": 8, "max_new_tokens": 12, "stop_ids": tuple(range(0, 60, 3))}
     whole = sample(tiny_model, tiny_params, prompts, **shared)
     assert len(np.unique(whole.mask_PGT.sum(-1))) > 3
@@ -33,27 +47,29 @@ def test_compaction_and_seats_change_cost_only(tiny_model, tiny_params, prompts,
     np.testing.assert_allclose(other.logp_PGT, whole.logp_PGT, atol=1e-5)
 
 
-def test_seats_hold_the_cache_of_as_many_completions(tiny_model, tiny_params, prompts, optimized):
+def test_slots_hold_the_cache_of_as_many_completions(tiny_model, tiny_params, prompts, optimized):
     def temporaries(**options):
-        program = generate.lower(tiny_model, tiny_params, prompts, KEY, group_size=32, max_new_tokens=256, **options)
+        program = lowered(tiny_model, tiny_params, prompts, group_size=32, max_new_tokens=256, **options)
         return program.compile().memory_analysis().temp_size_in_bytes
 
     assert temporaries(decode_slots=4) < 0.25 * temporaries()
 
 
-def steps_with_seats(lengths: list[int], decode_slots: int) -> int:
+def steps_with_slots(lengths: list[int], decode_slots: int) -> int:
     """Token steps until all completions of a prompt are there, each of which gets its first token without a step."""
-    waiting, sitting, steps = lengths[decode_slots:], lengths[:decode_slots], 0
-    sitting = [length - 1 for length in sitting]
-    while waiting or any(left > 0 for left in sitting):
-        steps, sitting = steps + 1, [left - 1 for left in sitting]
-        for i, left in enumerate(sitting):
+    waiting = lengths[decode_slots:]
+    going = [length - 1 for length in lengths[:decode_slots]]
+    steps = 0
+    while waiting or any(left > 0 for left in going):
+        steps += 1
+        going = [left - 1 for left in going]
+        for i, left in enumerate(going):
             if left <= 0 and waiting:
-                sitting[i] = waiting.pop(0) - 1
+                going[i] = waiting.pop(0) - 1
     return steps
 
 
-def test_compaction_and_seats_decode_fewer_sequences():
+def test_compaction_and_slots_decode_fewer_sequences():
     """A model that counts: the sequences decoded, from a group in which one completion goes on to the end."""
     decoded = []
 
@@ -74,11 +90,12 @@ def test_compaction_and_seats_decode_fewer_sequences():
     prompts = Prompts(jnp.zeros((1, 2), jnp.int32), jnp.ones((1, 2), bool))
     params = {"long": jnp.array([0.0, 1.0, 0.0])}
     counts = {}
-    for compact in (0, 1, 3):
+    for compactions in (0, 1, 3):
         decoded.clear()
-        out = sample(model, params, prompts, group_size=16, max_new_tokens=10, stop_ids=(0,), compact=compact)
+        out = sample(model, params, prompts, group_size=16, max_new_tokens=10, stop_ids=(0,), compactions=compactions)
         jax.effects_barrier()
-        counts[compact], going = len(decoded), int((~out.stopped_PG).sum())
+        counts[compactions] = len(decoded)
+        going = int((~out.stopped_PG).sum())
     assert 0 < going <= 8
     assert counts == {
         0: 16 * 9,
@@ -90,14 +107,14 @@ def test_compaction_and_seats_decode_fewer_sequences():
         out = sample(model, params, prompts, group_size=16, max_new_tokens=10, stop_ids=(0,), decode_slots=decode_slots)
         jax.effects_barrier()
         lengths = [int(n) for n in out.mask_PGT[0].sum(-1)]
-        assert len(decoded) == decode_slots * steps_with_seats(lengths, decode_slots)
+        assert len(decoded) == decode_slots * steps_with_slots(lengths, decode_slots)
 
 
 @pytest.mark.parametrize("decode_slots", [1, 3, 4, None])
 def test_the_number_of_steps_has_a_bound_that_full_completions_reach(tiny_model, tiny_params, prompts, decode_slots):
     options = {"group_size": 7, "max_new_tokens": 6, "decode_slots": decode_slots}
-    text = generate.lower(tiny_model, tiny_params, prompts, KEY, **options).compile().as_text()
-    bound = steps_with_seats([6] * 7, decode_slots or 7)
+    text = lowered(tiny_model, tiny_params, prompts, **options).compile().as_text()
+    bound = steps_with_slots([6] * 7, decode_slots or 7)
     assert bound in hlo.count(text).loops.values()
     assert sample(tiny_model, tiny_params, prompts, **options).mask_PGT.all()
 
@@ -105,8 +122,8 @@ def test_the_number_of_steps_has_a_bound_that_full_completions_reach(tiny_model,
 @pytest.mark.parametrize("count", [1, 2])
 def test_no_cache_is_copied_at_a_token(tiny_model, tiny_params, prompts, optimized, count):
     few = jax.tree.map(lambda x: x[:count], prompts)
-    text = generate.lower(tiny_model, tiny_params, few, KEY, group_size=4, max_new_tokens=10).compile().as_text()
-    module, c = parse(text), tiny_model.config
+    module = parse(lowered(tiny_model, tiny_params, few).compile().as_text())
+    c = tiny_model.config
     cache = count * 4 * c.num_key_value_heads * c.head_dim * 10  # keys or values of a layer, all completions
     inside = [one for name, one in module.computations.items() if name != module.entry]
     copied = [i for one in inside for i in one.instructions.values() if i.op == "copy"]
@@ -124,10 +141,8 @@ def test_inside_a_compiled_function_and_by_itself_are_the_same(tiny_model, tiny_
     """On its own it is compiled with options of its own, which a part of another program cannot have."""
     alone = sample(tiny_model, tiny_params, prompts, stop_ids=(3,))
     inside = jax.jit(lambda p: sample(tiny_model, p, prompts, stop_ids=(3,)))(tiny_params)
-    lowered = generate.lower(
-        tiny_model, tiny_params, prompts, KEY, group_size=4, max_new_tokens=10, stop_ids=(3,)
-    ).compile()(tiny_params, prompts, KEY, 0)
-    for other in (inside, lowered):
+    ahead = lowered(tiny_model, tiny_params, prompts, stop_ids=(3,)).compile()
+    for other in (inside, ahead(tiny_params, prompts, KEY, 0)):
         np.testing.assert_array_equal(other.tokens_PGT, alone.tokens_PGT)
         np.testing.assert_allclose(other.logp_PGT, alone.logp_PGT, atol=1e-5)
 
@@ -146,7 +161,8 @@ def test_inside_a_compiled_function_and_by_itself_are_the_same(tiny_model, tiny_
 )
 def test_log_probabilities_equal_the_trainers(tiny_model, tiny_params, prompts, options):
     out = sample(tiny_model, tiny_params, prompts, stop_ids=(3, 5), **options)
-    logp = completion_logp(tiny_model, tiny_params, prompts, out.tokens_PGT, out.mask_PGT, **options)
+    sampling = Sampling(**options)
+    logp = completion_logp(tiny_model, tiny_params, prompts, out.tokens_PGT, out.mask_PGT, sampling=sampling)
     np.testing.assert_allclose(out.logp_PGT, logp, atol=1e-5)
 
 
@@ -228,13 +244,15 @@ def test_sampling_stops_when_all_have_stopped(tiny_model, tiny_params, prompts):
     assert np.asarray(out.stopped_PG).all()
 
 
-@pytest.mark.parametrize("options", [{"group_size": 0}, {"max_new_tokens": 0}])
-def test_sizes_are_checked(tiny_model, tiny_params, prompts, options):
-    with pytest.raises(ValueError, match="must be at least 1"):
-        sample(tiny_model, tiny_params, prompts, **options)
+@pytest.mark.parametrize("name", ["group_size", "max_new_tokens"])
+def test_sizes_are_checked(tiny_model, tiny_params, prompts, name):
+    with pytest.raises(OptionError, match=f"^{name} must be an integer of at least 1, got 0") as raised:
+        sample(tiny_model, tiny_params, prompts, **{name: 0})
+    assert raised.value.name == name
 
 
 def test_sampling_settings_are_checked(tiny_model, tiny_params, prompts):
-    with pytest.raises(ValueError, match="top_p must be in"):
-        sample(tiny_model, tiny_params, prompts, top_p=2.0)
-    assert Sampling().checked() == Sampling()
+    """Also by the program that is not run yet."""
+    for call in (sample, lowered):
+        with pytest.raises(OptionError, match=r"^top_p must be in \(0, 1\]"):
+            call(tiny_model, tiny_params, prompts, top_p=2.0)

@@ -1,13 +1,14 @@
 """Log-probabilities of completions against a plain forward pass, and what they cost."""
 
+import dataclasses
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grpo_jax.inference import logprobs
 from grpo_jax.inference.logprobs import (
-    Sampling,
+    KEPT_LOGITS,
     completion_logp,
     completion_scores,
     filter_logits,
@@ -15,6 +16,7 @@ from grpo_jax.inference.logprobs import (
     over_chunks,
 )
 from grpo_jax.models import DecoderConfig, decoder
+from grpo_jax.options import OptionError, Sampling
 from grpo_jax.plan import hlo
 from grpo_jax.types import Prompts
 
@@ -105,7 +107,7 @@ def test_the_prompt_is_computed_once_by_xlas_own_count(optimized):
         shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)
         prompts = Prompts(shape(P, S), shape(P, S, dtype=bool))
         tokens, mask = shape(P, G, T), shape(P, G, T, dtype=bool)
-        loss = lambda p, *batch: completion_logp(model, p, *batch, chunk=P * G * T).sum()
+        loss = lambda p, *batch: completion_logp(model, p, *batch, logit_chunk=P * G * T).sum()
         return jax.jit(jax.value_and_grad(loss)).lower(params, prompts, tokens, mask).compile().cost_analysis()["flops"]
 
     assert flops(1, 8) <= 0.45 * flops(8, 1)
@@ -124,7 +126,7 @@ def test_memory_does_not_grow_with_vocabulary_times_length(optimized):
     def temporaries(T):
         shape = lambda *s, dtype=jnp.int32: jax.ShapeDtypeStruct(s, dtype)
         batch = Prompts(shape(1, 16), shape(1, 16, dtype=bool)), shape(1, 4, T), shape(1, 4, T, dtype=bool)
-        loss = lambda p, *b: completion_logp(model, p, *b, chunk=chunk).sum()
+        loss = lambda p, *b: completion_logp(model, p, *b, logit_chunk=chunk).sum()
         return jax.jit(jax.grad(loss)).lower(params, *batch).compile().memory_analysis().temp_size_in_bytes
 
     small, large = temporaries(32), temporaries(256)
@@ -132,28 +134,31 @@ def test_memory_does_not_grow_with_vocabulary_times_length(optimized):
     assert large < 8 * chunk * V * 4 + 4 * V * D * 4
 
 
-def test_logits_are_kept_where_products_are_and_they_are_few(tiny_params, prompts, completions, optimized, monkeypatch):
-    """One product with the vocabulary less: 2 FLOPs for each token and entry of it."""
-    model, N = decoder(TINY, remat="dots"), 4 * G * T
+def test_logits_are_kept_where_products_are_and_they_are_few(tiny_params, prompts, completions, optimized):
+    """One product with the vocabulary less: 2 FLOPs for each token and entry of it, up to `KEPT_LOGITS` entries."""
+    N = 4 * G * T
 
-    def program(model):
-        loss = lambda p: completion_logp(model, p, prompts, *completions, chunk=4 * T).sum()  # G chunks
-        return jax.jit(jax.value_and_grad(loss)).lower(tiny_params).compile()
+    def programs(vocab):
+        model = decoder(dataclasses.replace(TINY, vocab_size=vocab), remat="dots")
+        params = jax.eval_shape(model.init, jax.random.key(0))
+        for one in (model, model._replace(keeps_products=False)):
+            loss = lambda p, one=one: completion_logp(one, p, prompts, *completions, logit_chunk=4 * T).sum()  # G chunks
+            yield jax.jit(jax.value_and_grad(loss)).lower(params).compile()
 
-    flops = lambda model: hlo.count(program(model).as_text()).flops
-    again, once = model._replace(keeps_products=False), flops(model)
-    assert flops(again) - once == 2 * N * TINY.hidden_size * TINY.vocab_size
-    chex.assert_trees_all_close(program(model)(tiny_params), program(again)(tiny_params), rtol=1e-6, atol=1e-6)
+    flops = lambda program: hlo.count(program.as_text()).flops
+    once, again = programs(TINY.vocab_size)
+    assert flops(again) - flops(once) == 2 * N * TINY.hidden_size * TINY.vocab_size
+    chex.assert_trees_all_close(once(tiny_params), again(tiny_params), rtol=1e-6, atol=1e-6)
     assert not decoder(TINY).keeps_products
-    monkeypatch.setattr(logprobs, "KEPT_LOGITS", N * TINY.vocab_size - 1)
-    assert flops(model) == flops(again)
+    once, again = programs(KEPT_LOGITS // N + 1)
+    assert flops(again) == flops(once)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_the_chunk_changes_cost_only(tiny_model, tiny_params, prompts, completions, chunk):
     def loss(chunk):
         return jax.jit(
-            jax.value_and_grad(lambda p: completion_logp(tiny_model, p, prompts, *completions, chunk=chunk).mean())
+            jax.value_and_grad(lambda p: completion_logp(tiny_model, p, prompts, *completions, logit_chunk=chunk).mean())
         )
 
     chex.assert_trees_all_close(loss(chunk)(tiny_params), loss(256)(tiny_params), atol=1e-5, rtol=1e-5)
@@ -215,16 +220,6 @@ def test_a_drawn_token_stays_possible_on_the_edge_of_a_filter():
     assert jax.nn.log_softmax(logits)[4] > -5
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"temperature": -1.0}, "temperature must be at least 0"),
-        ({"temperature": float("nan")}, "temperature must be at least 0"),
-        ({"top_k": 0}, "top_k must be a positive integer"),
-        ({"top_p": 0.0}, r"top_p must be in \(0, 1\]"),
-        ({"min_p": 1.5}, r"min_p must be in \[0, 1\]"),
-    ],
-)
-def test_values_out_of_range_are_named(values, message):
-    with pytest.raises(ValueError, match=message):
-        Sampling(**values).checked()
+def test_the_trainers_sampling_is_checked(tiny_model, tiny_params, prompts, completions):
+    with pytest.raises(OptionError, match="^min_p must be in"):
+        completion_logp(tiny_model, tiny_params, prompts, *completions, sampling=Sampling(min_p=1.5))

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.models.attention import attend, attend_causal
-from grpo_jax.models.decoder import remat_that_fits, rope_frequencies
+from grpo_jax.models.block import rope_frequencies
+from grpo_jax.models.training_pass import remat_that_fits
 from grpo_jax.plan import hlo
 
 from conftest import TINY
@@ -133,10 +134,10 @@ def test_a_prompt_and_its_group_together_equal_one_after_another():
     expected = jax.jit(separate)(params)
     other = jnp.zeros(8, jnp.int32)  # a prompt beside it, which must not be seen
     prompts, masks, groups = jnp.stack([other, ids]), jnp.stack([mask | True, mask]), jnp.stack([group[::-1], group])
-    whole = jax.jit(lambda p: model.together(p, prompts, masks, groups, None))(params)
+    whole = jax.jit(lambda p: model.forward(p, prompts, masks, groups, None))(params)
     places = jnp.array([0, 1, 5, 6, 7, 10])
     both = jnp.stack([jnp.arange(6), places])
-    packed = jax.jit(lambda p: model.together(p, prompts, masks, groups, both))(params)
+    packed = jax.jit(lambda p: model.forward(p, prompts, masks, groups, both))(params)
     np.testing.assert_allclose(whole[0][1, 2:], expected[0][2:], atol=1e-5)
     np.testing.assert_allclose(whole[1][1], expected[1], atol=1e-5)
     np.testing.assert_allclose(packed[1][1, :5], expected[1][places[:5]], atol=1e-5)

@@ -221,7 +221,7 @@ def batch(packed):
 
 
 def loss(model, params, tokens_PS, mask_PS, tokens_PGT, token_index_PN):
-    prompt, group = model.together(params, tokens_PS, mask_PS, tokens_PGT, token_index_PN)
+    prompt, group = model.forward(params, tokens_PS, mask_PS, tokens_PGT, token_index_PN)
     used = jnp.ones(group.shape[:2]) if token_index_PN is None else token_index_PN < 15
     read = prompt * mask_PS[..., None], group * used[..., None]
     return sum(jnp.sum(jnp.sin(3 * x)) for x in read), read

@@ -25,14 +25,14 @@ def test_a_widening_product_has_the_gradient_of_a_product():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_few_rows_is_a_product_under_any_vmap(dtype):
+def test_small_batch_matmul_is_a_product_under_any_vmap(dtype):
     x, w = jax.random.normal(KEYS[0], (2, 3, 1, 5), dtype), jax.random.normal(KEYS[1], (7, 5), dtype)
     mapped = jax.jit(jax.vmap(jax.vmap(small_batch_matmul, in_axes=(0, None)), in_axes=(0, None)))
     assert mapped(x, w).dtype == jnp.float32
     np.testing.assert_allclose(mapped(x, w), np.einsum("pgnd,fd->pgnf", *map(np.float32, (x, w))), rtol=1e-5, atol=1e-5)
 
 
-def test_few_rows_of_all_sequences_are_one_product():
+def test_rows_of_all_sequences_are_one_product():
     """One product of 6 rows, and not 6 of one: what makes the weights be read once."""
     x, w = jnp.ones((2, 3, 1, 5)), jnp.ones((7, 5))
     mapped = jax.vmap(jax.vmap(small_batch_matmul, in_axes=(0, None)), in_axes=(0, None))

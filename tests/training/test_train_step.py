@@ -11,7 +11,7 @@ import numpy as np
 import optax
 import pytest
 from grpo_jax.inference.generate import generate
-from grpo_jax.inference.logprobs import Sampling, completion_logp
+from grpo_jax.inference.logprobs import completion_logp
 from grpo_jax.models import decoder
 from grpo_jax.objectives import (
     PRESETS,
@@ -27,9 +27,10 @@ from grpo_jax.objectives import (
     sequence_mean,
     standardize,
 )
-from grpo_jax.training.batch import assemble
+from grpo_jax.options import Generation, OptionError, Sampling, Update
+from grpo_jax.training.batch import assemble, infer_logp
 from grpo_jax.training.optimizers import adamw
-from grpo_jax.training.packing import pack
+from grpo_jax.training.packing import FRACTIONS, pack
 from grpo_jax.training.train_step import cut, init_state, make_train_step
 from grpo_jax.training.zero_variance import drop_zero_variance_groups, zero_advantage_is_inert
 from grpo_jax.types import Mean, Rollout, Sample
@@ -86,7 +87,7 @@ def whole_update(request, tiny_model, tiny_params, batch):
 def test_micro_batches_change_nothing(tiny_model, tiny_params, whole_update, cuts):
     """Law: any cut along P and G gives the same update, gradient norm and metrics, with uneven lengths."""
     objective, data, (whole, metrics) = whole_update
-    step = make_train_step(tiny_model, objective, SGD, microbatches=cuts[0], group_microbatches=cuts[1])
+    step = make_train_step(tiny_model, objective, SGD, update=Update(1, *cuts))
     parts, part_metrics = jax.jit(step)(init_state(tiny_params, SGD), data)
     chex.assert_trees_all_close(parts.params, whole.params, atol=1e-6, rtol=1e-6)
     chex.assert_trees_all_close(part_metrics, metrics, atol=1e-5, rtol=1e-5)
@@ -133,12 +134,12 @@ def test_step_zero_has_ratio_one_and_no_kl(dtype, prompts, optimized):
     model = decoder(dataclasses.replace(TINY, dtype=dtype))
     params = jax.jit(model.init)(jax.random.key(0))
     sampling = Sampling(temperature=0.7)
-    rollout = generate(model, params, prompts, jax.random.key(1), group_size=G, max_new_tokens=T, temperature=0.7)
+    rollout = generate(model, params, prompts, jax.random.key(1), generation=Generation(G, T, sampling))
     objective = grpo(beta=0.1)
-    score = jax.jit(lambda p: completion_logp(model, p, prompts, rollout.tokens_PGT, rollout.mask_PGT, temperature=0.7))
+    ref_logp, _ = infer_logp(model, params, rollout, sampling=sampling)
     reward = jax.random.normal(jax.random.key(2), (P, G))
-    data = assemble(objective, rollout, reward, ref_logp_T=score(params))
-    step = make_train_step(model, objective, SGD, sampling=sampling, old_logp="first_epoch")
+    data = assemble(objective, rollout._replace(update_P=jnp.zeros(P, jnp.int32)), reward, ref_logp_T=ref_logp)
+    step = make_train_step(model, objective, SGD, sampling=sampling)
     _, metrics = jax.jit(step, compiler_options=AS_USERS)(init_state(params, SGD), data)
     assert float(metrics["ratio"]) == 1.0
     assert abs(float(metrics["kl"])) < (1e-12 if dtype == "float32" else 1e-6)
@@ -146,7 +147,7 @@ def test_step_zero_has_ratio_one_and_no_kl(dtype, prompts, optimized):
 
 
 def test_the_samplers_log_probabilities_serve_as_the_old_ones(tiny_model, tiny_params, prompts):
-    rollout = generate(tiny_model, tiny_params, prompts, jax.random.key(1), group_size=G, max_new_tokens=T)
+    rollout = generate(tiny_model, tiny_params, prompts, jax.random.key(1), generation=Generation(G, T))
     reward = jax.random.normal(jax.random.key(2), (P, G))
     data = assemble(grpo(beta=0.0), rollout, reward)
     np.testing.assert_array_equal(data.samples.old_logp_T, rollout.logp_PGT)
@@ -155,7 +156,7 @@ def test_the_samplers_log_probabilities_serve_as_the_old_ones(tiny_model, tiny_p
     assert 0 <= metrics["sampler_logp_diff"] < 1e-5
     shifted = data._replace(samples=data.samples._replace(old_logp_T=rollout.logp_PGT - 0.5 * rollout.mask_PGT))
     for kind, expected in (("sampler", np.exp(0.5)), ("first_epoch", 1.0)):
-        step = jax.jit(make_train_step(tiny_model, grpo(beta=0.0), SGD, old_logp=kind))
+        step = jax.jit(make_train_step(tiny_model, grpo(beta=0.0), SGD, update=Update(old_logp=kind)))
         np.testing.assert_allclose(step(init_state(tiny_params, SGD), shifted)[1]["ratio"], expected, atol=1e-4)
 
 
@@ -215,13 +216,13 @@ def test_epochs_update_with_the_old_policy_fixed(tiny_model, tiny_params, batch)
     objective = grpo(beta=0.0)
     data = assembled(objective, batch)
     one = jax.jit(make_train_step(tiny_model, objective, SGD))
-    twice, metrics = jax.jit(make_train_step(tiny_model, objective, SGD, epochs=2))(init_state(tiny_params, SGD), data)
+    twice, metrics = jax.jit(make_train_step(tiny_model, objective, SGD, update=Update(epochs=2)))(init_state(tiny_params, SGD), data)
     first, first_metrics = one(init_state(tiny_params, SGD), data)
     second, second_metrics = one(first, data)
     chex.assert_trees_all_close(twice.params, second.params, atol=1e-6)
     assert int(twice.step) == 2
     np.testing.assert_allclose(metrics["loss"], (first_metrics["loss"] + second_metrics["loss"]) / 2, atol=1e-6)
-    own = make_train_step(tiny_model, objective, SGD, epochs=2, old_logp="first_epoch", microbatches=2)
+    own = make_train_step(tiny_model, objective, SGD, update=Update(2, 2, old_logp="first_epoch"))
     _, own_metrics = jax.jit(own)(init_state(tiny_params, SGD), data)
     rollout, _, _ = batch
     score = lambda p: completion_logp(tiny_model, p, rollout.prompts, rollout.tokens_PGT, rollout.mask_PGT)
@@ -237,7 +238,7 @@ def test_bfloat16_weights_sum_gradients_in_float32(prompts, optimized):
     rollout = rollout_of(prompts)
     data = assemble(grpo(beta=0.0), rollout, jnp.arange(P * G, dtype=jnp.float32).reshape(P, G))
     whole, cut_up = (
-        jax.jit(make_train_step(model, grpo(beta=0.0), SGD, microbatches=m), compiler_options=AS_USERS)(
+        jax.jit(make_train_step(model, grpo(beta=0.0), SGD, update=Update(microbatches=m)), compiler_options=AS_USERS)(
             init_state(params, SGD), data
         )[1]
         for m in (1, 4)
@@ -292,15 +293,15 @@ def test_advantage_zero_groups_have_no_gradient(tiny_model, tiny_params, batch):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"microbatches": 0}, "microbatches must be a positive integer"),
-        ({"group_microbatches": 1.5}, "group_microbatches must be a positive integer"),
-        ({"epochs": 0}, "epochs must be a positive integer"),
-        ({"old_logp": "samper"}, "old_logp must be one of"),
+        ({"update": Update(microbatches=0)}, "microbatches must be an integer of at least 1, got 0"),
+        ({"update": Update(group_microbatches=1.5)}, "group_microbatches must be an integer of at least 1, got 1.5"),
+        ({"update": Update(epochs=0)}, "epochs must be an integer of at least 1, got 0"),
+        ({"update": Update(old_logp="samper")}, "old_logp must be one of"),
         ({"sampling": Sampling(temperature=0.0)}, "temperature must be above 0"),
     ],
 )
 def test_bad_options_are_named_at_construction(tiny_model, wrong, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(OptionError, match=f"^{message}"):
         make_train_step(tiny_model, grpo(), SGD, **wrong)
 
 
@@ -348,19 +349,24 @@ def test_bad_optimiser_options_are_named(wrong, message):
         adamw(**{"learning_rate": 1e-3, "steps": 10} | wrong)
 
 
-def test_a_packed_batch_gives_the_same_update(tiny_model, tiny_params, batch, monkeypatch):
+def packed_batch(data, fractions=FRACTIONS):
+    token_index_PN = jnp.asarray(pack(np.asarray(data.rollout.mask_PGT), fractions))
+    return data._replace(rollout=data.rollout._replace(token_index_PN=token_index_PN))
+
+
+def test_a_packed_batch_gives_the_same_update(tiny_model, tiny_params, batch):
     """Law: packed or not. Uneven lengths; also with micro-batches, and for a model without a packed form of its own."""
     objective = grpo()
     data = assembled(objective, batch)
-    packed = data._replace(rollout=pack(data.rollout, (0.6, 0.9)))
+    packed = packed_batch(data, (0.6, 0.9))
     assert packed.rollout.token_index_PN.shape == (P, math.ceil(0.9 * G * T))
     state = init_state(tiny_params, SGD)
     expected = jax.jit(make_train_step(tiny_model, objective, SGD))(state, data)
-    for model, microbatches in ((tiny_model, 1), (tiny_model, 2), (tiny_model._replace(together=None), 1)):
-        step = jax.jit(make_train_step(model, objective, SGD, microbatches=microbatches))
+    for model, microbatches in ((tiny_model, 1), (tiny_model, 2), (tiny_model._replace(forward=None), 1)):
+        step = jax.jit(make_train_step(model, objective, SGD, update=Update(microbatches=microbatches)))
         chex.assert_trees_all_close(step(state, packed), expected, atol=2e-6, rtol=2e-5)
     with pytest.raises(ValueError, match="group_microbatches=1"):
-        jax.eval_shape(make_train_step(tiny_model, objective, SGD, group_microbatches=2), state, packed)
+        jax.eval_shape(make_train_step(tiny_model, objective, SGD, update=Update(group_microbatches=2)), state, packed)
 
 
 def test_packing_computes_fewer_tokens(tiny_params, batch):
@@ -369,14 +375,14 @@ def test_packing_computes_fewer_tokens(tiny_params, batch):
     rollout, reward, ref = batch
     rollout = rollout._replace(mask_PGT=jnp.arange(T) < jnp.arange(1, 5)[:, None] + jnp.zeros((P, 1, 1), int))
     data = assembled(objective, (rollout, reward, ref))
-    step = jax.jit(make_train_step(decoder(TINY, remat="none", scan=False), objective, SGD, chunk=10_000))
+    step = jax.jit(make_train_step(decoder(TINY, remat="none", scan=False), objective, SGD, update=Update(logit_chunk=10_000)))
     flops = lambda data: step.lower(init_state(tiny_params, SGD), data).compile().cost_analysis()["flops"]
-    whole, packed = flops(data), flops(data._replace(rollout=pack(rollout)))
+    whole, packed = flops(data), flops(packed_batch(data))
     assert packed < 0.75 * whole
 
 
 @pytest.mark.parametrize("name", ["dapo", "dr_grpo", "gspo"])
-def test_idle_groups_are_left_out_exactly(tiny_model, tiny_params, batch, name):
+def test_groups_without_spread_are_left_out_exactly(tiny_model, tiny_params, batch, name):
     """Their weight stays in the normaliser: update, loss and metrics are those of the whole batch."""
     objective = PRESETS[name](**OPTIONS.get(name, {}))
     rollout, reward, ref = batch
@@ -390,7 +396,7 @@ def test_idle_groups_are_left_out_exactly(tiny_model, tiny_params, batch, name):
     chex.assert_trees_all_close(got.params, expected.params, atol=1e-6, rtol=1e-6)
     for metric in ("loss", "grad_norm", "zero_advantage"):
         np.testing.assert_allclose(less_metrics[metric], metrics[metric], rtol=1e-5, atol=1e-7)
-    packed = drop_zero_variance_groups(objective, data._replace(rollout=pack(data.rollout, (0.9,))), (1, 2, 3))
+    packed = drop_zero_variance_groups(objective, packed_batch(data, (0.9,)), (1, 2, 3))
     assert packed.rollout.token_index_PN.shape == (2, 18)  # 17 tokens of 24, packed before for 19
     chex.assert_trees_all_close(step(state, packed)[0].params, expected.params, atol=1e-6, rtol=1e-6)
     assert drop_zero_variance_groups(objective, data, (3,)).rollout.tokens_PGT.shape[0] == 3
@@ -398,7 +404,7 @@ def test_idle_groups_are_left_out_exactly(tiny_model, tiny_params, batch, name):
 
 
 def test_groups_stay_where_they_have_a_gradient(batch):
-    """A KL term pulls at every token, so does an entropy bonus; without them an idle group is inert."""
+    """A KL term pulls at every token, so does an entropy bonus; without them a group without spread is inert."""
     objective = grpo(beta=0.1)
     rollout, reward, ref = batch
     data = assembled(objective, (rollout, jnp.zeros_like(reward), ref))

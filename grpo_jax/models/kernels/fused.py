@@ -4,7 +4,8 @@ computes.
 A prompt's S rows and its group's, [G, T], are one sequence of R = S + G·T rows. Row i sees row j ≤
 i if both are of one part (the prompt, or one completion) or if j is the prompt's:
 
-    out_i = Σ_j softmax_j(q_i · k_j / √d) v_j   over j ≤ i with (part_j = part_i or j < S) and real_j = real_i
+    out_i = Σ_j softmax_j(q_i · k_j / √d) v_j
+        over j ≤ i with (part_j = part_i or j < S) and real_j = real_i
 
 which is what `attend_causal` gives for the prompt alone and for completions after it. `real` is
 false for the prompt's padding, which is never read. TPUs do it in one Pallas kernel (`fused_tpu`),

@@ -1,4 +1,4 @@
-"""The attention of `models.fused` by cuDNN's flash attention (Dao et al. 2022, 2205.14135).
+"""The attention of `models.kernels.fused` by cuDNN's flash attention (Dao et al. 2022, 2205.14135).
 
 A prompt's rows see the prompt. A completion's rows see the prompt, all G·T of a group in one call
 without repeating a key, and themselves; the two are merged by their log-sum-exp ℓ:
@@ -33,8 +33,8 @@ class Kernel(NamedTuple):
     """Attention of B sequences of queries to as many of keys; h = H/K query heads share a key head.
 
     ```
-    forward(q_BTHd, k_BSKd, v_BSKd, length_B, causal)                      -> out_BTHd, lse_BHT (float32)
-    backward(q_BTHd, k_BSKd, v_BSKd, length_B, causal, out, lse, g_BTHd)   -> the gradients of q, k and v
+    forward(q_BTHd, k_BSKd, v_BSKd, length_B, causal) -> out_BTHd, lse_BHT (float32)
+    backward(q_BTHd, k_BSKd, v_BSKd, length_B, causal, out, lse, g_BTHd) -> dq, dk, dv
     ```
 
     Keys behind the first `length_B`, at least one, are not seen; `causal`: row i sees keys 0 … i.

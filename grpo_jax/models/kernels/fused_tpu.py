@@ -1,5 +1,5 @@
-"""The attention of `models.fused` as one kernel: JAX's splash attention (block-sparse; Dao et al.
-2022, 2205.14135).
+"""The attention of `models.kernels.fused` as one kernel: JAX's splash attention (block-sparse; Dao
+et al. 2022, 2205.14135).
 
 Blocks of scores that the mask empties are skipped, forward and backward; keys are repeated neither
 for completions nor for heads; of a row only its log-sum-exp is kept. A bfloat16 q is rounded once

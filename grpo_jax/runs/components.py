@@ -1,0 +1,171 @@
+"""From a configuration to what a run is made of: model, task, objective, optimiser, devices."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import optax
+
+from grpo_jax.config import TINY, TrainConfig, tiny_config
+from grpo_jax.inference.critic import Critic, value_network
+from grpo_jax.inference.tokenizer import Tokenizer, load_tokenizer
+from grpo_jax.models import LanguageModel, decoder, load_pretrained
+from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
+from grpo_jax.options import OptionError
+from grpo_jax.parallel.backends import SINGLE, Devices, pmapped, sharded
+from grpo_jax.parallel.memory import remat_by_memory
+from grpo_jax.parallel.sharding import make_mesh, mesh_sizes
+from grpo_jax.tasks import TASKS, Task
+from grpo_jax.training.optimizers import adamw
+from grpo_jax.training.stages import Stages, make_stages, prompt_width
+from grpo_jax.types import Params
+
+
+class Components(NamedTuple):
+    """What a configuration names, built."""
+
+    model: LanguageModel
+    params: Params
+    tokenizer: Tokenizer
+    task: Task
+    objective: Objective
+    optimizer: optax.GradientTransformation
+    critic: Critic | None
+    update_reference: Callable | None
+    prompt_length: int
+    devices: Devices = SINGLE
+
+
+def build(config: TrainConfig) -> Components:
+    """The components of a configuration; the parameters are the model's own, before any training.
+
+    They are still on the host where a mesh will spread them: a model may be larger than a device.
+    """
+    task = task_of(config)
+    tokenizer = load_tokenizer("bytes" if config.model == TINY else config.model)
+    with on_host(config.mesh is not None):
+        model, params = model_of(config, tokenizer)
+    length = config.batching.prompt_length or prompt_width(task, tokenizer)
+    check_positions(config, model, length)
+    devices = devices_of(config, model)
+    remat = remat_of(config, model, params, length, devices)
+    model = devices.for_training(decoder(model.config, remat=remat, scan=config.model != TINY))
+    objective = objective_of(config)
+    return Components(
+        model=model,
+        params=params,
+        tokenizer=tokenizer,
+        task=task,
+        objective=objective,
+        optimizer=optimizer_of(config),
+        critic=value_network(model) if "value_T" in reads(objective) else None,
+        update_reference=reference_rule(config),
+        prompt_length=length,
+        devices=devices,
+    )
+
+
+def stages_of(config: TrainConfig, components: Components) -> Stages:
+    """The stages of the run that a configuration describes."""
+    return make_stages(
+        components.model,
+        components.task,
+        components.tokenizer,
+        components.objective,
+        components.optimizer,
+        seed=config.seed,
+        generation=config.generation,
+        update=config.update,
+        batching=config.batching._replace(prompt_length=components.prompt_length),
+        scoring=config.scoring,
+        critic=components.critic,
+        devices=components.devices,
+    )
+
+
+def task_of(config: TrainConfig) -> Task:
+    """The task, which must have rows that a run is judged on."""
+    task = TASKS[config.task](**config.task_options())
+    if not len(task.held_out):
+        raise ValueError(
+            f"task {task.name!r} has no held-out rows: a run is judged on them before and after "
+            "training"
+        )
+    return task
+
+
+def objective_of(config: TrainConfig) -> Objective:
+    return PRESETS[config.objective](**config.objective_options())
+
+
+def model_of(config: TrainConfig, tokenizer: Tokenizer) -> tuple[LanguageModel, Params]:
+    """The model and its parameters, fresh for the tiny one."""
+    if config.model != TINY:
+        return load_pretrained(config.model, dtype=config.dtype)
+    model = decoder(tiny_config(tokenizer.vocab_size, config.dtype), scan=False)
+    return model, jax.jit(model.init)(jax.random.key(config.seed))
+
+
+def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
+    options = config.optimizer._asdict()
+    return adamw(total_updates=config.steps * config.update.epochs, **options)
+
+
+def check_positions(config: TrainConfig, model: LanguageModel, prompt_length: int) -> None:
+    """Raises an `OptionError` where prompts and completions do not fit the model's positions."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    most = config.generation.max_new_tokens
+    if limit is not None and prompt_length + most > limit:
+        raise OptionError(
+            "max_new_tokens",
+            f"({most}) and prompts of up to {prompt_length} tokens do not fit the model's {limit} "
+            "positions",
+        )
+
+
+def on_host(there: bool) -> AbstractContextManager:
+    """Inside, new arrays lie in the memory of the host and not on a device."""
+    return jax.default_device(jax.local_devices(backend="cpu")[0]) if there else nullcontext()
+
+
+def devices_of(config: TrainConfig, model: LanguageModel) -> Devices:
+    """Where the run's programs run. Raises ValueError where those devices are not there."""
+    if config.mesh is not None:
+        mesh = make_mesh(**mesh_sizes(config.mesh))
+        return sharded(mesh, model.axes, config.decode_weights)
+    if config.pmap is not None:
+        return pmapped(config.pmap)
+    if jax.process_count() > 1:
+        raise ValueError(
+            f"{jax.process_count()} processes train over a mesh: --mesh data={jax.device_count()}"
+        )
+    return SINGLE
+
+
+def remat_of(
+    config: TrainConfig, model: LanguageModel, params: Params, length: int, devices: Devices
+) -> str:
+    """What a layer keeps for its backward pass: as the configuration says, or by memory."""
+    if config.remat != "auto":
+        return config.remat
+    sizes = {} if config.mesh is None else mesh_sizes(config.mesh)
+    cuts = devices.parts * config.update.microbatches
+    group = config.generation.group_size // config.update.group_microbatches
+    return remat_by_memory(
+        model.config,
+        params,
+        config.batching.prompts_per_step // cuts,
+        length,
+        group,
+        config.generation.max_new_tokens,
+        parts=sizes.get("fsdp", 1) * sizes.get("tensor", 1),
+    )
+
+
+def reference_rule(config: TrainConfig) -> Callable | None:
+    """How the reference moves: every N iterations, as an average, or not at all (None)."""
+    if config.ref_every is not None:
+        return partial(every, interval=config.ref_every)
+    return None if config.ref_ema is None else partial(ema, decay=config.ref_ema)
