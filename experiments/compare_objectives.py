@@ -1,9 +1,11 @@
 """Every preset and every step from the vanilla policy gradient to GRPO, as systems that train,
 compared.
 
-    python -m experiments.compare_objectives                       # all of it, then the table and the picture
     python -m experiments.compare_objectives --only grpo ppo --seeds 0 --steps 20
-    python -m experiments.compare_objectives --shard 3/8           # an eighth of the runs; a last call without reports
+    python -m experiments.compare_objectives --shard 3/8
+
+Without options it trains all of them, then writes the table and the picture. With `--shard` it
+trains a part of the runs; a last call without it reports.
 
 The tiny model on the pricing task with the settings of `grpo-jax train`. All systems start, for
 each seed, from the same policy, trained once on right answers, see the same prompts, and sample as
@@ -31,6 +33,14 @@ import numpy as np
 import tyro
 
 from experiments import compare_report
+from grpo_jax.components import (
+    Components,
+    build,
+    objective_of,
+    optimizer_of,
+    reference_rule,
+    stages_of,
+)
 from grpo_jax.config import TrainConfig, choose
 from grpo_jax.inference.critic import value_network
 from grpo_jax.objectives import (
@@ -43,9 +53,8 @@ from grpo_jax.objectives import (
 )
 from grpo_jax.options import whole
 from grpo_jax.rewards import number_reward
-from grpo_jax.runs import components, run, terminal
 from grpo_jax.runs import folder as run_folder
-from grpo_jax.runs.components import Components
+from grpo_jax.runs import run, terminal
 from grpo_jax.tasks import Task
 from grpo_jax.training.loop import iterate, programs_of
 from grpo_jax.training.stages import Stages
@@ -262,19 +271,19 @@ def share(runs: Sequence[Pair], index: int, count: int) -> list[Pair]:
 def specialise(system: System, shared: Components, config: TrainConfig) -> Components:
     """The shared model and task with the system's rewards, objective, optimiser and reference."""
     task = shared.task._replace(reward=list(system.rewards)) if system.rewards else shared.task
-    objective = system.objective(components.objective_of(config))
+    objective = system.objective(objective_of(config))
     return shared._replace(
         task=task,
         objective=objective,
-        optimizer=components.optimizer_of(config),
+        optimizer=optimizer_of(config),
         critic=value_network(shared.model) if "value_T" in reads(objective) else None,
-        update_reference=components.reference_rule(config),
+        update_reference=reference_rule(config),
     )
 
 
 def with_seed(stages: Stages, config: TrainConfig, built: Components) -> Stages:
     """The same programs, with the rows and the noise of the configuration's seed."""
-    own = components.stages_of(config, built)
+    own = stages_of(config, built)
     return stages._replace(start=own.start, prompts=own.prompts)
 
 
@@ -321,7 +330,7 @@ def starting_policy(
     config: TrainConfig,
     built: Components,
     screen: terminal.Screen,
-    start: Callable[..., Params] = run.start,
+    start: Callable[..., Params] = run.start_policy,
 ) -> Params:
     """The policy that a seed starts from, after the supervised updates of `start`.
 
@@ -373,7 +382,7 @@ def train(
     options: Options,
     todo: Sequence[Pair],
     screen: terminal.Screen,
-    build: Callable[[TrainConfig], Components] = components.build,
+    build: Callable[[TrainConfig], Components] = build,
 ) -> None:
     """Trains the pairs, a system at a time, and appends a line for each to this shard's results."""
     if not todo:
@@ -389,7 +398,7 @@ def train(
     number = itertools.count(1)
     for system, group in itertools.groupby(todo, key=lambda pair: pair[0]):
         own = specialise(system, shared, options.config(system))
-        stages = components.stages_of(options.config(system), own)
+        stages = stages_of(options.config(system), own)
         memory = None
         for _, seed in group:
             config = options.config(system, seed)
@@ -415,7 +424,7 @@ def main(
     argv: Sequence[str] | None = None,
     *,
     default: Options | None = None,
-    build: Callable[[TrainConfig], Components] = components.build,
+    build: Callable[[TrainConfig], Components] = build,
 ) -> None:
     """Trains what is missing of this process's part; a process that has all of it reports.
 

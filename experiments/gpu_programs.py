@@ -93,7 +93,7 @@ def train_step(model: LanguageModel, work: Workload) -> tuple[Any, tuple]:
     are left out.
     """
     objective = grpo(low=0.2, high=0.2, beta=work.beta)
-    optimizer = adamw(1e-6, steps=10**6)
+    optimizer = adamw(1e-6, total_updates=10**6)
     P = round(work.prompts * (1 - work.equal))
     G = work.group_size
     T = work.max_new_tokens

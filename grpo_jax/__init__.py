@@ -37,6 +37,8 @@ from grpo_jax.objectives import (
 from grpo_jax.options import Batching, Generation, OptionError, Sampling, Scoring, Update
 from grpo_jax.parallel.backends import SINGLE, pmapped, sharded
 from grpo_jax.parallel.sharding import make_mesh
+from grpo_jax.runs.cache import keep_programs
+from grpo_jax.runs.folder import run_folder
 from grpo_jax.tasks import Task, pricing
 from grpo_jax.training.batch import assemble
 from grpo_jax.training.evaluate import evaluate
@@ -92,6 +94,7 @@ __all__ = [
     "init_state",
     "iterate",
     "k3",
+    "keep_programs",
     "load_pretrained",
     "load_tokenizer",
     "make_mesh",
@@ -104,6 +107,7 @@ __all__ = [
     "pricing",
     "programs",
     "reads",
+    "run_folder",
     "save_pretrained",
     "sequence_mean",
     "sft",

@@ -269,7 +269,7 @@ def pass_at_k_figures(command: Eval, config: TrainConfig, opened: Any) -> dict[s
         key=jax.random.key(command.seed),
         batch_size=max(1, config.eval_batch_size // samples),
     )
-    return {f"pass@{k}": pass_at_k(drawn.reward_PN >= 1, k) for k in command.k}
+    return {f"pass@{k}": pass_at_k(drawn.reward_PN, k) for k in command.k}
 
 
 def show_figures(figures: dict, wrong: list[dict]) -> None:

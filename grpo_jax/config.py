@@ -7,6 +7,7 @@ against the function's own signature.
 """
 
 import dataclasses
+import datetime
 import difflib
 import inspect
 import json
@@ -96,6 +97,10 @@ class TrainConfig:
     """Options of the task as NAME=VALUE, for example level=2 held_out_size=1000."""
     model: str = TINY
     """The model: "tiny", a byte-level one from scratch, or a Hugging Face folder or Hub id."""
+    template_args: tuple[str, ...] = ()
+    """Options of the chat template as NAME=VALUE, for example enable_thinking=false."""
+    template_date: str | None = None
+    """The day that the chat template is told, as YYYY-MM-DD; None: that of the run's start."""
     dtype: str = "float32"
     """The type of parameters and activations: float32, bfloat16 or float16."""
     objective: Annotated[str, tyro.conf.arg(help=f"The loss: {', '.join(PRESETS)}.")] = "grpo"
@@ -166,7 +171,7 @@ class TrainConfig:
         return with_options(cls, values)
 
     def __post_init__(self):
-        for field in ("task_args", "objective_args"):
+        for field in ("task_args", "objective_args", "template_args"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
         check_names(self)
         check_numbers(self)
@@ -189,10 +194,19 @@ class TrainConfig:
             if "max_length" in known:  # of Dr. GRPO and others: the length limit, in tokens
                 values.setdefault("max_length", self.generation.max_new_tokens)
             changes[field] = tuple(f"{name}={value}" for name, value in values.items())
+        if self.template_date is None and self.model != TINY:
+            # A template may write the day into every prompt: a resumed run asks as it did before.
+            changes["template_date"] = datetime.date.today().isoformat()
         return dataclasses.replace(self, **changes)
 
     def task_options(self) -> dict[str, Any]:
         return keyword_arguments(TASKS[self.task], self.task_args, "task_args")
+
+    def template_options(self) -> dict[str, Any]:
+        """What `load_tokenizer` takes."""
+        date = self.template_date and datetime.date.fromisoformat(self.template_date)
+        values = (named_value("template_args", pair) for pair in self.template_args)
+        return {"template_args": dict(values), "date": date}
 
     def objective_options(self) -> dict[str, Any]:
         return keyword_arguments(PRESETS[self.objective], self.objective_args, "objective_args")
@@ -218,6 +232,13 @@ def check_numbers(config: TrainConfig) -> None:
     for name in ("max_staleness", "sft_steps", "log_completions", "seed"):
         whole(name, getattr(config, name), 0)
     number("sft_target_loss", config.sft_target_loss, 0)
+    for pair in config.template_args:
+        named_value("template_args", pair)
+    try:
+        datetime.date.fromisoformat(config.template_date or "2000-01-01")
+    except (TypeError, ValueError):
+        problem = f"must be a day as YYYY-MM-DD, got {config.template_date!r}"
+        raise OptionError("template_date", problem) from None
     if config.ref_ema is not None and not 0 <= config.ref_ema <= 1:
         raise OptionError("ref_ema", f"must be between 0 and 1, got {config.ref_ema}")
     if config.ref_every is not None and config.ref_ema is not None:
@@ -342,19 +363,25 @@ def keyword_arguments(function: Callable, pairs: tuple[str, ...], option: str) -
     known = inspect.signature(function).parameters
     values: dict[str, Any] = {}
     for pair in pairs:
-        name, equals, text = pair.partition("=")
-        if not equals:
-            raise OptionError(option, f"takes NAME=VALUE, got {pair!r}")
+        name, value = named_value(option, pair)
         if name not in known:
             near = difflib.get_close_matches(name, list(known), 1)
             hint = f"; did you mean {near[0]!r}?" if near else "."
             takes = f"It takes: {', '.join(known)}"
             raise OptionError(option, f"{function.__name__} takes no {name!r}{hint} {takes}")
-        values[name] = json_value(text)
-        if isinstance(values[name], str) and isinstance(known[name].default, int | float):
-            example = f"as {known[name].default}, got {text!r}"
+        if isinstance(value, str) and isinstance(known[name].default, int | float):
+            example = f"as {known[name].default}, got {value!r}"
             raise OptionError(option, f"{name} takes a number, {example}")
+        values[name] = value
     return values
+
+
+def named_value(option: str, pair: str) -> tuple[str, Any]:
+    """`"beta=0.02"` as a name and a value."""
+    name, equals, text = pair.partition("=")
+    if not (name and equals):
+        raise OptionError(option, f"takes NAME=VALUE, got {pair!r}")
+    return name, json_value(text)
 
 
 def json_value(text: str) -> Any:

@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from experiments.benchmark.workloads import Workload
+from grpo_jax.inference.text import encode
 from grpo_jax.models import LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import grpo
 from grpo_jax.options import Batching, Generation, Update
@@ -20,7 +21,7 @@ from grpo_jax.tasks import Task
 from grpo_jax.training.loop import Collected, collect, iterate, weights_of
 from grpo_jax.training.optimizers import adamw
 from grpo_jax.training.stages import Stages, inference_stage, make_stages, sampling_stage
-from grpo_jax.types import Prompts, Rollout
+from grpo_jax.types import Rollout
 
 
 def generation_of(work: Workload) -> Generation:
@@ -101,8 +102,8 @@ class GrpoJax:
             self.infer = inference_stage(model, grpo(), None, sampling, update_of(work), SINGLE)
         self.update: Program | None = None
 
-    def timed(self, clock, **changed: Callable) -> Stages:
-        """The stages, some of them `changed`, timed until their arrays are there.
+    def timed(self, clock, infer: Callable | None = None) -> Stages:
+        """The stages, with another `infer` if one is given, timed until their arrays are there.
 
         Groups without a gradient are left out in `assemble`, so that it is a part of training.
         """
@@ -114,15 +115,13 @@ class GrpoJax:
 
             return run
 
-        stages = self.stages._replace(**changed)
-        timed = {
-            "generate": until_ready("sample", stages.generate),
-            "assemble": until_ready("train", stages.assemble),
-            "update": until_ready("train", self.noted(stages.update)),
-        }
-        if self.spec.workload.beta or changed:
-            timed["infer"] = until_ready("reference", stages.infer)
-        return stages._replace(**timed)
+        return self.stages._replace(
+            publish=until_ready("sample", self.stages.publish),
+            generate=until_ready("sample", self.stages.generate),
+            infer=until_ready("reference", infer or self.stages.infer),
+            assemble=until_ready("train", self.stages.assemble),
+            update=until_ready("train", self.noted(self.stages.update)),
+        )
 
     def noted(self, update: Callable) -> Callable:
         """The update; which program it is, is noted before it first runs."""
@@ -138,16 +137,16 @@ class GrpoJax:
 
     def given(self) -> Rollout:
         """The given batch, as if sampled by a policy before this one."""
-        P = self.spec.workload.prompts
-        mask = jnp.asarray(self.inputs["mask_PGT"])
+        prompts, row_P, _ = self.stages.prompts(self.state.data)
+        mask_PGT = self.inputs["mask_PGT"]
         rollout = Rollout(
-            prompts=prompts_of(self.inputs),
-            tokens_PGT=jnp.asarray(self.inputs["tokens_PGT"]),
-            mask_PGT=mask,
-            logp_PGT=jnp.zeros(mask.shape, jnp.float32),
-            stopped_PG=jnp.full(mask.shape[:2], self.spec.workload.ragged),
-            row_P=jnp.arange(P, dtype=jnp.int32),
-            update_P=jnp.full(P, -1, jnp.int32),
+            prompts=prompts,
+            tokens_PGT=self.inputs["tokens_PGT"],
+            mask_PGT=mask_PGT,
+            logp_PGT=np.zeros(mask_PGT.shape, np.float32),
+            stopped_PG=np.full(mask_PGT.shape[:2], self.spec.workload.ragged),
+            row_P=row_P,
+            update_P=np.full(len(mask_PGT), -1, np.int32),
         )
         return SINGLE.put("rows", rollout)
 
@@ -163,7 +162,7 @@ class GrpoJax:
             fields = fields if self.spec.workload.beta else {}
             return found._replace(rollout=rollout, fields=fields), data
 
-        metrics = self.iteration(self.timed(clock, infer=self.infer), collect_given)
+        metrics = self.iteration(self.timed(clock, self.infer), collect_given)
         logp = np.asarray(seen["logp"], np.float32)
         scale = max(1.0, metrics["grad_norm"] / self.spec.clip_norm)
         cut = self.spec.workload.max_new_tokens - logp.shape[-1]
@@ -185,7 +184,7 @@ class GrpoJax:
         return metrics
 
     def reference(self, clock) -> None:
-        stages = self.timed(clock, infer=self.infer)
+        stages = self.timed(clock, self.infer)
         rollout, _ = stages.shrink(self.given())
         stages.infer(weights_of(self.state), rollout)
 
@@ -203,10 +202,11 @@ def stages_of(spec, inputs: dict, model: LanguageModel) -> Stages:
     """The stages of a workload: every iteration asks the given prompts, in their order."""
     work = spec.workload
     tokenizer = Ids(spec.vocab_size, (spec.stop_id,) if work.ragged else ())
+    task = given_rewards(tokenizer, inputs)
     generation = generation_of(work)
     stages = make_stages(
         model,
-        given_rewards(tokenizer, inputs),
+        task,
         tokenizer,
         grpo(low=0.2, high=0.2, beta=work.beta),
         adamw(spec.learning_rate, clip_norm=spec.clip_norm),
@@ -214,10 +214,10 @@ def stages_of(spec, inputs: dict, model: LanguageModel) -> Stages:
         update=update_of(work),
         batching=batching_of(work),
     )
-    prompts = prompts_of(inputs)
+    prompts = encode(tokenizer, task.prompt, task.train, length=work.prompt_length)
     row_P = SINGLE.put("rows", np.arange(work.prompts, dtype=np.int32))
     stages = stages._replace(
-        prompts=lambda data: (prompts, row_P, data),
+        prompts=lambda data: (SINGLE.put_rows(prompts), row_P, data),
         observe=lambda data, host, scores: data | {"length_PG": host.mask_PGT.sum(-1)},
     )
     if not work.ragged:
@@ -228,11 +228,6 @@ def stages_of(spec, inputs: dict, model: LanguageModel) -> Stages:
         # What is forced is not what the policy would have sampled, so that it is not fresh.
         shrink=lambda rollout: stages.shrink(rollout._replace(update_P=rollout.update_P - 1)),
     )
-
-
-def prompts_of(inputs: dict) -> Prompts:
-    tokens_PS = jnp.asarray(inputs["prompt_PS"])
-    return Prompts(tokens_PS, jnp.ones(tokens_PS.shape, bool))
 
 
 def compared_gradient(opt_state) -> np.ndarray:

@@ -8,7 +8,7 @@ Left out on purpose: sampling (see `sampler`), losses (see `objectives`).
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 
 import chex
 import jax
@@ -55,6 +55,27 @@ def filter_logits(logits_V: Array, sampling: Sampling, token: Array | None = Non
         drawn = jnp.arange(logits_V.shape[-1]) == token[..., None]
         kept = jnp.where(drawn, logits_V, kept)
     return kept
+
+
+@lru_cache(maxsize=64)  # one model for equal arguments, hence one compilation of what takes it
+def with_vocabulary(model: LanguageModel, size: int) -> LanguageModel:
+    """The model without the ids from `size` on, which its tokenizer does not know.
+
+    Vocabularies are padded to round sizes: an id of the padding has a probability, stands for
+    nothing, and would be sampled and trained. Sampler and trainer take the same model, so that both
+    normalise over the same ids.
+    """
+    total = model.config.vocab_size
+    if size >= total:
+        return model
+
+    def known(logits_V: Array) -> Array:
+        return jnp.where(jnp.arange(total) < size, logits_V, FILTERED)
+
+    return model._replace(
+        logits=lambda params, hidden_D: known(model.logits(params, hidden_D)),
+        decode_logits=lambda weights, hidden_D: known(model.decode_logits(weights, hidden_D)),
+    )
 
 
 def token_logp(logits_V: Array, token: Array) -> Array:

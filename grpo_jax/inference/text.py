@@ -4,26 +4,61 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from grpo_jax.inference.tokenizer import Tokenizer, pad_prompts
+from grpo_jax.inference.tokenizer import Tokenizer, message_text, pad_prompts
 from grpo_jax.rewards import Scores
+from grpo_jax.rewards.scoring import MESSAGES
 from grpo_jax.tasks import Task
 from grpo_jax.types import Prompts, Rollout
 
 
 def encode(
-    tokenizer: Tokenizer, prompt: Callable, rows: Sequence[dict], *, length: int | None = None
+    tokenizer: Tokenizer,
+    prompt: Callable,
+    rows: Sequence[dict],
+    *,
+    length: int | None = None,
+    vocab_size: int | None = None,
 ) -> Prompts:
-    """The rows' prompts as left-padded ids; a prompt longer than `length` is an error that names
-    the row.
+    """The rows' prompts as left-padded ids.
+
+    Raises ValueError for a prompt longer than `length`, or with an id that a model of `vocab_size`
+    does not know.
     """
-    return pad_prompts(
-        [tokenizer.render(prompt(row)) for row in rows], tokenizer.pad_id, length=length
-    )
+    ids = [tokenizer.render(prompt(row)) for row in rows]
+    largest = max((max(row, default=0) for row in ids), default=0)
+    if vocab_size is not None and largest >= vocab_size:
+        raise ValueError(
+            f"a prompt has the token {largest}, and the model's vocabulary ends at "
+            f"{vocab_size - 1}: tokenizer and model do not belong together"
+        )
+    return pad_prompts(ids, tokenizer.pad_id, length=length)
+
+
+def reward_columns(rollout: Rollout) -> dict[str, list[list]]:
+    """What a reward may read of a completion besides its text, `[P][G]` each.
+
+    `completion_ids` (without padding), `completion_length` in tokens, and `stopped`, false where
+    the length limit cut the completion off.
+    """
+    length_PG = rollout.mask_PGT.sum(-1)
+    groups = zip(rollout.tokens_PGT, length_PG, strict=True)
+    return {
+        "completion_ids": [
+            [ids[:n].tolist() for ids, n in zip(*group, strict=True)] for group in groups
+        ],
+        "completion_length": length_PG.tolist(),
+        "stopped": rollout.stopped_PG.tolist(),
+    }
+
+
+def with_messages(task: Task, rows: Sequence[dict]) -> list[dict]:
+    """The rows, with the messages that each was asked with, for rewards that take messages."""
+    return [{**row, MESSAGES: task.prompt(row)} for row in rows]
 
 
 def prompt_texts(task: Task, rows: Sequence[dict]) -> list[str]:
     """What a reward receives as `prompt`: the contents of the messages, one a line."""
-    return ["\n".join(message["content"] for message in task.prompt(row)) for row in rows]
+    return ["\n".join(map(message_text, task.prompt(row))) for row in rows]
 
 
 def completion_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[list[str]]:

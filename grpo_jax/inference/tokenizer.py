@@ -6,16 +6,17 @@ A tokenizer is anything with the members of `Tokenizer`. Prompts go from message
 that names it, because a shortened question is another question.
 """
 
+import datetime
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
 from grpo_jax.types import Prompts
 
-Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant", "content": text}
 
 CHAT_ENDS = (
     "<|im_end|>",
@@ -71,11 +72,12 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def render(self, messages: Sequence[Message]) -> list[int]:
+        messages = _checked(messages)
         ids: list[int] = []
-        for message in _checked(messages):
+        for message in messages:
             ids += self.encode(message["content"])
             ids.append(self.end_id if message["role"] == "assistant" else self.separator_id)
-        return ids
+        return ids[:-1] if _is_prefill(messages) else ids
 
 
 class HFTokenizer:
@@ -84,15 +86,22 @@ class HFTokenizer:
     `stop_ids` gathers every id that ends a completion: `eos_token_id` (one or several) of
     generation_config.json and config.json, the tokenizer's own, and the chat-end tokens in its
     vocabulary. Nothing else is read from the generation config: its top-k, top-p and temperature
-    would change sampling behind the caller's back. Without a padding token a stop id pads; masks
-    come from lengths, so this is safe.
+    would change sampling behind the caller's back. `end_id` is the one of them that the template
+    writes after an assistant's message. Without a padding token a stop id pads; masks come from
+    lengths, so this is safe.
     """
 
-    def __init__(self, path_or_id: str | Path):
+    def __init__(
+        self,
+        path_or_id: str | Path,
+        *,
+        template_args: Mapping[str, Any] | None = None,
+        date: datetime.date | None = None,
+    ):
         from transformers import AutoTokenizer  # seconds to import, so only where it is used
 
         try:
-            self.inner = AutoTokenizer.from_pretrained(str(path_or_id))
+            self.inner = AutoTokenizer.from_pretrained(str(path_or_id), trust_remote_code=False)
         except (OSError, ValueError) as error:
             raise ValueError(
                 f"no tokenizer at {str(path_or_id)!r}: expected a folder with tokenizer.json "
@@ -103,6 +112,10 @@ class HFTokenizer:
         pad_id = self.inner.pad_token_id
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
         self._bos_id = _leading_bos(self.inner)
+        # A template that writes today's date would ask other questions on another day.
+        today = date or datetime.date.today()
+        self._template_args = {"strftime_now": today.strftime} | dict(template_args or {})
+        self.end_id = self._end_of_turn()
 
     def encode(self, text: str) -> list[int]:
         return self.inner.encode(text, add_special_tokens=False)
@@ -122,24 +135,64 @@ class HFTokenizer:
         """
         messages = _checked(messages)
         if self.inner.chat_template is not None:
-            text = self.inner.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=True
-            )
-            ids = self.encode(text)
-            bos_id = None
-        else:
-            ids = self.encode("\n".join(message["content"] for message in messages))
-            bos_id = self._bos_id
-        if bos_id is not None and ids[:1] != [bos_id]:
-            ids = [bos_id, *ids]
+            return self.encode(self._template(messages))
+        ids = self.encode("\n".join(message["content"] for message in messages))
+        if self._bos_id is not None and ids[:1] != [self._bos_id]:
+            ids = [self._bos_id, *ids]
         return ids
 
+    def _template(self, messages: Sequence[Message]) -> str:
+        prefill = _is_prefill(messages)
+        try:
+            return self.inner.apply_chat_template(
+                list(messages),
+                tokenize=False,
+                add_generation_prompt=not prefill,
+                continue_final_message=prefill,
+                **self._template_args,
+            )
+        except Exception as error:  # whatever a template raises: jinja's errors, or its own
+            roles = [message["role"] for message in messages]
+            raise ValueError(
+                f"the chat template refuses messages of the roles {roles}: {error}"
+            ) from error
 
-def load_tokenizer(path_or_id: str | Path) -> Tokenizer:
-    """`"bytes"` is the `ByteTokenizer`; anything else a folder or Hub id of a Hugging Face
-    tokenizer.
+    def _end_of_turn(self) -> int:
+        """The stop token that the template writes after an assistant's message.
+
+        Without a template it is the tokenizer's own end of text.
+        """
+        text = "x"
+        if self.inner.chat_template is not None:
+            try:
+                turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
+                written = self.inner.apply_chat_template(
+                    turns, tokenize=False, **self._template_args
+                )
+                after = self.encode(written[written.rindex(text) + 1 :])
+                return next(token for token in after if token in self.stop_ids)
+            except Exception:  # a template that closes no turn, or wants other roles
+                pass
+        own = self.inner.eos_token_id
+        return own if own in self.stop_ids else self.stop_ids[0]
+
+
+def load_tokenizer(
+    path_or_id: str | Path,
+    *,
+    template_args: Mapping[str, Any] | None = None,
+    date: datetime.date | None = None,
+) -> Tokenizer:
+    """`"bytes"` is the `ByteTokenizer`; anything else a Hugging Face tokenizer.
+
+    Args:
+      path_or_id: a folder or Hub id.
+      template_args: what the chat template takes besides messages, such as `enable_thinking`.
+      date: what the template is told to be today; None: the day on which it is loaded.
     """
-    return ByteTokenizer() if str(path_or_id) == "bytes" else HFTokenizer(path_or_id)
+    if str(path_or_id) == "bytes":
+        return ByteTokenizer()
+    return HFTokenizer(path_or_id, template_args=template_args, date=date)
 
 
 def pad_prompts(
@@ -166,14 +219,16 @@ def pad_prompts(
             raise ValueError(f"prompt {row} is empty: there is no token to continue from")
         if len(ids) > width:
             raise ValueError(
-                f"prompt {row} has {len(ids)} tokens, more than the {width} allowed; it is not shortened"
+                f"prompt {row} has {len(ids)} tokens, more than the {width} allowed; it is not "
+                "shortened"
             )
         tokens_PS[row, width - len(ids) :] = ids
         mask_PS[row, width - len(ids) :] = True
     return Prompts(tokens_PS, mask_PS)
 
 
-def _checked(messages: Sequence[Message]) -> Sequence[Message]:
+def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The messages, with their contents as text."""
     if isinstance(messages, str | Mapping) or not messages:
         raise ValueError(
             f'messages must be a non-empty list of {{"role", "content"}}, got {messages!r}'
@@ -183,7 +238,26 @@ def _checked(messages: Sequence[Message]) -> Sequence[Message]:
             raise ValueError(
                 f'message {index} must have the keys "role" and "content", got {message!r}'
             )
-    return messages
+    return [dict(message) | {"content": message_text(message)} for message in messages]
+
+
+def message_text(message: Message) -> str:
+    """A message's content as text: a string, or a list of parts `{"type": "text", "text": …}`."""
+    content = message["content"]
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Sequence):
+        parts = [part for part in content if isinstance(part, Mapping)]
+        if len(parts) == len(content) and all(part.get("type") == "text" for part in parts):
+            return "".join(part["text"] for part in parts)
+    raise ValueError(
+        f"the content of a message must be text, or a list of text parts, got {content!r}"
+    )
+
+
+def _is_prefill(messages: Sequence[Message]) -> bool:
+    """Whether the last message is the beginning of the answer, to be continued."""
+    return messages[-1]["role"] == "assistant"
 
 
 def _leading_bos(inner) -> int | None:

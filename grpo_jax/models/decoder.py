@@ -78,7 +78,7 @@ def _bind(context: Context) -> LanguageModel:
         forward=partial(training_pass.forward, context),
         with_gather=with_gather,
         outer=partial(training_pass.outer, context),
-        # None says that its attention is not to be replaced: the choice of "einsum" is a caller's.
+        # None where a caller chose "einsum": no device then puts a kernel in its place.
         with_attention=None if context.attention == "einsum" else with_attention,
         keeps_products=context.remat in ("dots", "none"),
     )

@@ -95,7 +95,7 @@ def _attend_grown(
     k_K1d: Array,
     v_K1d: Array,
 ) -> tuple[Array, tuple[Array, Array]]:
-    """One token to its prompt, to the tokens before it and to itself; keeps the own cache with it."""
+    """One token to its prompt, to the tokens before it and to itself; keeps its own cache."""
     # Written first and read from there: the token needs no part of its own in the softmax, and XLA
     # updates the cache where it lies.
     k_KdT = jax.lax.dynamic_update_slice(own[0], k_K1d.swapaxes(1, 2), (0, 0, index))

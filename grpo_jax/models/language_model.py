@@ -18,7 +18,7 @@ class LanguageModel(NamedTuple):
     extend(params, cache, tokens_T)             -> hidden_TD          a completion after that prompt
     logits(params, hidden_D)                    -> logits_V           float32, any leading axes
     for_decoding(params)                        -> weights            the layout that decoding reads
-    empty(max_tokens)                           -> own                a completion's own cache, still empty
+    empty(max_tokens)                           -> own                a completion's own empty cache
     decode(weights, cache, own, index, token)   -> hidden_D, own      the completion's token `index`
     decode_logits(weights, hidden_D)            -> logits_V
     ```

@@ -73,9 +73,10 @@ def prefill(
     # The first real token is at position 0 wherever it lies, so padding changes no angle.
     angles = rope_angles(jnp.cumsum(mask_S) - 1, rope_frequencies(config))
     # Nothing is gathered: the sampler runs this pass, on parameters that lie in its own layout.
-    own = context._replace(gather=None)
+    ungathered = context._replace(gather=None)
     attention = partial(_attend_prompt, mask_S)
-    x_SD, (k_LKSd, v_LKSd) = _run_layers(own, params, embed(params, tokens_S), angles, attention)
+    x_SD = embed(params, tokens_S)
+    x_SD, (k_LKSd, v_LKSd) = _run_layers(ungathered, params, x_SD, angles, attention)
     # Keys as columns and each layer's by itself, as decoding reads them: once here, not at every
     # token.
     cache = PromptCache([*k_LKSd.swapaxes(2, 3)], [*v_LKSd], mask_S)
@@ -174,7 +175,7 @@ def _layer(
 def _gather_layer(gather: Callable | None, layer: Params) -> Params:
     if gather is None:
         return layer
-    # One layer's arrays lack the axis of layers, which is the first one's name.
+    # Within the scan a layer's arrays have no axis of layers, which is the first that is named.
     names = {name: AXIS_NAMES[f"layers/{name}"].removeprefix("layers ") for name in layer}
     return {name: gather(names[name], x) for name, x in layer.items()}
 
@@ -253,7 +254,8 @@ def _attend_group(
     """Rows of one prompt, `[K, R, h, d]`: its own see the prompt; its group's see the prompt and
     their own completion.
     """
-    G, T = rows.G, rows.T
+    G = rows.G
+    T = rows.T
     S = mask_S.shape[0]
     k_KSd = k_KRd[:, :S]
     v_KSd = v_KRd[:, :S]
@@ -275,6 +277,8 @@ def rows_of_places(place_N: Array, size: int) -> Array:
     return jnp.full(size, N).at[place_N].set(jnp.arange(N), mode="drop")
 
 
+# Rows and places are each other's inverse, which `take_rows` is given both of: its gradient is then
+# a gather too. The gradient of an ordinary gather is a scatter, which adds and may not run in order.
 _take_rows_of_heads = jax.vmap(take_rows, in_axes=(0, None, None))
 
 
@@ -286,7 +290,7 @@ def to_places(y_KNx: Array, place_N: Array, row_M: Array | None) -> Array:
 
 
 def to_rows(y_KMx: Array, place_N: Array, row_M: Array | None) -> Array:
-    """The inverse of `to_places`, a gather as well: `[K, N, x]`."""
+    """The inverse of `to_places`: `[K, N, x]`."""
     return y_KMx if row_M is None else _take_rows_of_heads(y_KMx, place_N, row_M)
 
 

@@ -116,6 +116,26 @@ def _closing(text: str, start: int) -> int:
     raise ValueError(f"parentheses do not match in {text[:200]!r}")
 
 
+def written_out(module: Module, computation: Computation) -> Computation:
+    """A computation with the contents of the fusions inside it in their place."""
+    instructions: dict[str, Instruction] = {}
+    for instruction in computation.instructions.values():
+        if instruction.op != "fusion":
+            instructions[instruction.name] = instruction
+            continue
+        inner = written_out(module, module.computations[instruction.called("calls")[0]])
+        names = {name: f"{instruction.name}/{name}" for name in inner.instructions}
+        names[inner.root] = instruction.name
+        for one in inner.instructions.values():
+            name = names[one.name]
+            operands = tuple(names[operand] for operand in one.operands)
+            if one.op == "parameter":
+                one = one._replace(op="bitcast")
+                operands = (instruction.operands[int(one.value)],)
+            instructions[name] = one._replace(name=name, operands=operands)
+    return Computation(instructions, computation.root)
+
+
 def arrays(shape: str) -> list[tuple[str, tuple[int, ...], bool]]:
     """The arrays of a shape's text: (dtype, dimensions, whether it lives in the device's main
     memory).
@@ -133,11 +153,13 @@ def size(shape: str, *, main_memory: bool = False) -> float:
     """Bytes of a shape; with `main_memory` only of arrays that live there, not in on-chip
     memory.
     """
-    return sum(
-        _width(dtype) * float(np.prod(dims))
-        for dtype, dims, main in arrays(shape)
-        if main or not main_memory
-    )
+    return sum(array_bytes(array) for array in arrays(shape) if array[2] or not main_memory)
+
+
+def array_bytes(array: tuple[str, tuple[int, ...], bool]) -> float:
+    """Bytes of one of a shape's `arrays`."""
+    dtype, dimensions, _ = array
+    return _width(dtype) * float(np.prod(dimensions))
 
 
 def _width(dtype: str) -> float:

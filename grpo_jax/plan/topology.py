@@ -9,21 +9,25 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from grpo_jax.options import OptionError
 from grpo_jax.plan.hlo import Collective, Counts
 
+MIB = 1024**2
 GIB = 1024**3
 
 
 class Chip(NamedTuple):
     """One chip, by its data sheet.
 
-    `link_bandwidth` is bytes a second over one link in one direction; a chip has two links along
-    each of `axes` axes of the torus. `ring` is the length from which an axis closes to a ring.
-    `name_cores` is the number of TensorCores a chip counts for in names such as v5p-64. `devices`
-    is the number of devices that libtpu describes a chip as.
+    `own_bytes` is memory on the chip itself, which programs use besides HBM. `link_bandwidth` is
+    bytes a second over one link in one direction; a chip has two links along each of `axes` axes of
+    the torus. `ring` is the length from which an axis closes to a ring. `name_cores` is the number
+    of TensorCores a chip counts for in names such as v5p-64. `devices` is the number of devices
+    that libtpu describes a chip as.
     """
 
     hbm_bytes: int
+    own_bytes: int
     flops: float
     hbm_bandwidth: float
     link_bandwidth: float
@@ -35,16 +39,17 @@ class Chip(NamedTuple):
 
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}: memory, peak bf16 FLOP/s, memory bandwidth,
 # bidirectional bandwidth of all a chip's links together (v4 600, v5e 400, v5p 1200, v6e 800 GB/s: 6
-# links on a 3D torus, 4 on a 2D one).
+# links on a 3D torus, 4 on a 2D one). Memory on the chip: jax.experimental.pallas.tpu.get_tpu_info;
+# a v4 has 128 MiB beside the 16 MiB of each core.
 CHIPS = {
-    "v4": Chip(32 * GIB, 275e12, 1.2e12, 600e9 / 12, 3, 4, 2, devices=2),
-    "v5e": Chip(16 * GIB, 197e12, 0.819e12, 400e9 / 8, 2, 16, 1),
-    "v5p": Chip(95 * GIB, 459e12, 2.765e12, 1200e9 / 12, 3, 4, 2),
-    "v6e": Chip(32 * GIB, 918e12, 1.64e12, 800e9 / 8, 2, 16, 1),
+    "v4": Chip(32 * GIB, 160 * MIB, 275e12, 1.2e12, 600e9 / 12, 3, 4, 2, devices=2),
+    "v5e": Chip(16 * GIB, 128 * MIB, 197e12, 0.819e12, 400e9 / 8, 2, 16, 1),
+    "v5p": Chip(95 * GIB, 128 * MIB, 459e12, 2.765e12, 1200e9 / 12, 3, 4, 2),
+    "v6e": Chip(32 * GIB, 128 * MIB, 918e12, 1.64e12, 800e9 / 8, 2, 16, 1),
 }
-RESERVED = (
-    256 * 1024**2
-)  # what the runtime keeps of a chip's memory for itself (v5e: programs get 15.75 of 16 GiB)
+# What the runtime keeps of a chip's memory for itself (v5e: programs get 15.75 of 16 GiB).
+RESERVED = 256 * MIB
+HOST = (2, 2, 1)  # chips of one host, of slices that are not smaller
 
 # The shapes of slices that Google offers, by their number of chips.
 SHAPES = {
@@ -96,10 +101,20 @@ class Topology(NamedTuple):
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that programs can have, of a device: a chip, or a v4's TensorCore with its
-        half.
-        """
+        """Memory that programs can have, of a device: a chip, or half of a v4's."""
         return (self.chip.hbm_bytes - RESERVED) // self.chip.devices
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory on the chip itself, of a device."""
+        return self.chip.own_bytes // self.chip.devices
+
+    @property
+    def host(self) -> tuple[int, ...] | None:
+        """The chips of one host along three axes, of a slice that is smaller; else None."""
+        sizes = (*self.shape, 1)[:3]
+        own = tuple(map(min, zip(sizes, HOST, strict=True)))
+        return None if own == HOST else own
 
     def rings(self) -> tuple[bool, ...]:
         """Whether the ends of each axis are connected: full axes of v5e and v6e, whole cubes of v4
@@ -115,34 +130,29 @@ def parse_topology(name: str) -> Topology:
     """`v5e:4x4` (the shape in chips), or an alias by size.
 
     An alias counts as Google's names do: chips for v5e and v6e (v5e-64 is 8x8), TensorCores, two a
-    chip, for v4 and v5p (v5p-64 is 2x4x4: 32 chips). Raises ValueError for a kind or a size that is
-    not known.
+    chip, for v4 and v5p (v5p-64 is 2x4x4: 32 chips). Raises an `OptionError` for a kind or a size
+    that is not known.
     """
-    kind, separator, rest = re.fullmatch(
-        r"([^:\-]*)([:\-]?)(.*)", name.strip().lower(), re.DOTALL
-    ).groups()
+    parts = re.fullmatch(r"([^:\-]*)([:\-]?)(.*)", name.strip().lower(), re.DOTALL)
+    kind, separator, rest = parts.groups()
     kind = {"v5litepod": "v5e"}.get(kind, kind)
     if kind not in CHIPS:
-        raise ValueError(
-            f"topology {name!r}: unknown chip {kind!r}, expected one of {', '.join(CHIPS)}, as in v5e:4x4"
-        )
+        known = f"expected one of {', '.join(CHIPS)}, as in v5e:4x4"
+        raise OptionError("topology", f"{name!r}: unknown chip {kind!r}, {known}")
     chip = CHIPS[kind]
     if separator == "-" and rest.isdecimal():
-        known = {chips * chip.name_cores: shape for chips, shape in SHAPES[chip.axes].items()}
-        if int(rest) not in known:
+        sizes = {chips * chip.name_cores: shape for chips, shape in SHAPES[chip.axes].items()}
+        if int(rest) not in sizes:
             unit = "chips" if chip.name_cores == 1 else "TensorCores, two a chip"
-            raise ValueError(
-                f"topology {name!r}: {kind} comes in {', '.join(map(str, known))} ({unit})"
-            )
-        return Topology(kind, known[int(rest)])
+            known = f"{kind} comes in {', '.join(map(str, sizes))} ({unit})"
+            raise OptionError("topology", f"{name!r}: {known}")
+        return Topology(kind, sizes[int(rest)])
     if separator == ":" and re.fullmatch(r"[1-9]\d*(x[1-9]\d*)*", rest):
         shape = tuple(map(int, rest.split("x")))
         if len(shape) == chip.axes:
             return Topology(kind, shape)
-    axes = "x".join("2" * chip.axes)
-    raise ValueError(
-        f"topology {name!r}: a {kind} slice is written {kind}:{axes} (chips along {chip.axes} axes)"
-    )
+    written = f"a {kind} slice is written {kind}:{'x'.join('2' * chip.axes)}"
+    raise OptionError("topology", f"{name!r}: {written} (chips along {chip.axes} axes)")
 
 
 def larger(topology: Topology, chips: float) -> Topology | None:

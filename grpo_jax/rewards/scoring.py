@@ -11,6 +11,8 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,7 +20,12 @@ import numpy as np
 
 Row = Mapping[str, Any]
 Reward = Callable[..., Any]
+Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 Steps = tuple[tuple[int, float], ...]
+
+
+MESSAGES = "_messages"  # the column that holds the messages a prompt was asked with
+LARGEST = float(np.finfo(np.float32).max)
 
 
 class Scores(NamedTuple):
@@ -53,13 +60,12 @@ class Batched:
         """One value for each completion. Raises RewardError where the function returns another
         number of them.
         """
-        columns = {
-            name: [row[name] for row in rows]
-            for name in rows[0]
-            if all(name in row for row in rows)
-        }
+        names = [name for name in rows[0] if name != MESSAGES]
+        shared = [name for name in names if all(name in row for row in rows)]
+        columns = {name: [row[name] for row in rows] for name in shared}
         if self.conversational:
-            prompts = [[{"role": "user", "content": text}] for text in prompts]
+            asked = zip(rows, prompts, strict=True)
+            prompts = [row.get(MESSAGES) or [user_message(text)] for row, text in asked]
             completions = [[{"role": "assistant", "content": text}] for text in completions]
         own = ("prompts", "completions") if self.plural else ("prompt", "completion")
         columns = columns | dict(zip(own, (list(prompts), list(completions)), strict=True))
@@ -72,10 +78,14 @@ class Batched:
         if got != len(completions):
             what = f"a single {type(values).__name__}" if got is None else f"{got} values"
             raise RewardError(
-                f"batched reward {reward_name(self.fn)!r} returned {what} for {len(completions)} completions; "
-                "expected a list with one value for each"
+                f"batched reward {reward_name(self.fn)!r} returned {what} for "
+                f"{len(completions)} completions; expected a list with one value for each"
             )
         return list(values)
+
+
+def user_message(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
 
 
 def batched(fn: Reward) -> Batched:
@@ -88,8 +98,8 @@ def batched(fn: Reward) -> Batched:
 def trl_style(fn: Reward, *, conversational: bool = False) -> Batched:
     """Adapts a reward written for TRL: `fn(prompts, completions, **columns) -> list`.
 
-    With `conversational`, prompts and completions are passed as lists of one message, `[{"role",
-    "content"}]`.
+    With `conversational`, prompts are passed as the messages they were asked with, and completions
+    as lists of one message of the assistant.
     """
     return Batched(fn, plural=True, conversational=conversational)
 
@@ -99,6 +109,30 @@ def reward_name(fn: Reward) -> str:
     while isinstance(fn, partial | Batched):
         fn = fn.func if isinstance(fn, partial) else fn.fn
     return getattr(fn, "__name__", type(fn).__name__)
+
+
+def reward_functions(rewards: Rewards) -> dict[str, Reward]:
+    """Reward functions by name: one function, several, or a mapping of names to functions.
+
+    Functions of the same name are told apart by their number: `score`, `score_2`.
+    """
+    if callable(rewards):
+        rewards = [rewards]
+    if isinstance(rewards, Mapping):
+        named = dict(rewards)
+    else:
+        named = {}
+        for fn in rewards:
+            name = reward_name(fn)
+            taken = sum(known.partition("~")[0] == name for known in named)
+            named[f"{name}~{taken + 1}" if taken else name] = fn
+        named = {name.replace("~", "_"): fn for name, fn in named.items()}
+    if not named:
+        raise ValueError("no reward function given")
+    for name, fn in named.items():
+        if not callable(fn):
+            raise TypeError(f"reward {name!r} must be a function, got {fn!r}")
+    return named
 
 
 def arguments(fn: Reward, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,8 +157,8 @@ def arguments(fn: Reward, values: Mapping[str, Any]) -> dict[str, Any]:
             taken[name] = values[name]
         elif parameter.default is parameter.empty:
             raise ValueError(
-                f"reward {reward_name(fn)!r} takes an argument {name!r}, but there is no such column; "
-                f"available: {', '.join(values)}"
+                f"reward {reward_name(fn)!r} takes an argument {name!r}, but there is no such "
+                f"column; available: {', '.join(name for name in values if name != MESSAGES)}"
             )
     return taken
 
@@ -134,7 +168,8 @@ def call_reward(fn: Reward, row: Row, prompt: str, completion: str) -> Any:
 
     `prompt` and `completion` are the texts; a column of that name does not replace them.
     """
-    return fn(**arguments(fn, {**row, "prompt": prompt, "completion": completion}))
+    columns = {name: value for name, value in row.items() if name != MESSAGES}
+    return fn(**arguments(fn, {**columns, "prompt": prompt, "completion": completion}))
 
 
 def check_reward(fn: Reward, row: Row) -> None:
@@ -147,7 +182,7 @@ def check_reward(fn: Reward, row: Row) -> None:
 
 
 def score(
-    rewards: Reward | Sequence[Reward],
+    rewards: Rewards,
     rows: Sequence[Row],
     prompts: Sequence[str],
     completions_PG: Sequence[Sequence[str]],
@@ -166,40 +201,52 @@ def score(
     """
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
-    functions = [rewards] if callable(rewards) else list(rewards)
-    if not functions:
-        raise ValueError("no reward function given")
+    functions = list(reward_functions(rewards).values())
     group = _group_size(rows, prompts, completions_PG, columns_PG or {})
-    flat_prompts = [prompt for prompt in prompts for _ in range(group)]
-    flat_completions = [completion for completions in completions_PG for completion in completions]
-    flat_rows = [
-        {**row, **{name: column[p][g] for name, column in (columns_PG or {}).items()}}
-        for p, row in enumerate(rows)
-        for g in range(group)
-    ]
+    asked = _Asked(
+        rows=[
+            {**row, **{name: column[p][g] for name, column in (columns_PG or {}).items()}}
+            for p, row in enumerate(rows)
+            for g in range(group)
+        ],
+        prompts=[prompt for prompt in prompts for _ in range(group)],
+        completions=[text for texts in completions_PG for text in texts],
+    )
     shape = (len(rows), group, len(functions))
     reward_PGN = np.full(shape, np.nan)
     failed_N = np.zeros(len(functions), int)
     steps_PGN: list = [[[None] * len(functions) for _ in range(group)] for _ in rows]
     for n, fn in enumerate(functions):
-        for row in flat_rows[::group]:
+        for row in asked.rows[::group]:
             check_reward(fn, row)
-        outcomes = _outcomes(fn, flat_rows, flat_prompts, flat_completions)
-        for i, (outcome, completion) in enumerate(zip(outcomes, flat_completions, strict=True)):
+        for i, outcome in enumerate(_outcomes(fn, asked)):
             p, g = divmod(i, group)
             try:
                 if isinstance(outcome, Exception):
                     raise outcome
-                reward_PGN[p, g, n], steps_PGN[p][g][n] = _checked(outcome, completion)
+                scored = _checked(outcome, asked.completions[i])
+                reward_PGN[p, g, n], steps_PGN[p][g][n] = scored
             except Exception as error:
                 if on_error == "raise":
-                    raise RewardError(
-                        f"reward {reward_name(fn)!r} failed on prompt {p}, completion {g}: "
-                        f"{type(error).__name__}: {error}\n  prompt: {_short(flat_prompts[i])}\n"
-                        f"  completion: {_short(completion)}"
-                    ) from error
+                    raise _failure(fn, error, p, g, asked, i) from error
                 failed_N[n] += 1
     return Scores(combine(reward_PGN, weights), reward_PGN, steps_PGN, failed_N)
+
+
+class _Asked(NamedTuple):
+    """What is scored, one entry a completion."""
+
+    rows: list[dict[str, Any]]
+    prompts: list[str]
+    completions: list[str]
+
+
+def _failure(fn: Reward, error: Exception, p: int, g: int, asked: _Asked, i: int) -> RewardError:
+    return RewardError(
+        f"reward {reward_name(fn)!r} failed on prompt {p}, completion {g}: "
+        f"{type(error).__name__}: {error}\n  prompt: {_short(asked.prompts[i])}\n"
+        f"  completion: {_short(asked.completions[i])}"
+    )
 
 
 def combine(reward_PGN: np.ndarray, weights: Sequence[float] | None = None) -> np.ndarray:
@@ -237,17 +284,17 @@ def _group_size(rows, prompts, completions_PG, columns_PG) -> int:
     return sizes.pop()
 
 
-def _outcomes(fn: Reward, rows, prompts, completions) -> list:
+def _outcomes(fn: Reward, asked: _Asked) -> list:
     """What the function returned for each completion, or the exception that it raised."""
     if isinstance(fn, Batched):
         try:
-            return fn(prompts, completions, rows)
+            return fn(asked.prompts, asked.completions, asked.rows)
         except RewardError:  # a wrong number of values cannot be matched to completions
             raise
         except Exception as error:
-            return [error] * len(completions)
+            return [error] * len(asked.completions)
     outcomes: list = []
-    for row, prompt, completion in zip(rows, prompts, completions, strict=True):
+    for row, prompt, completion in zip(asked.rows, asked.prompts, asked.completions, strict=True):
         try:
             outcomes.append(call_reward(fn, row, prompt, completion))
         except Exception as error:
@@ -284,14 +331,22 @@ def _checked(outcome: Any, completion: str) -> tuple[float, Steps | None]:
 
 
 def _number(value: Any) -> float:
-    if not isinstance(value, bool | int | float | np.bool_ | np.number) or isinstance(
-        value, np.complexfloating
-    ):
+    """A reward as a float: Python's and NumPy's numbers, decimals, fractions, scalar arrays."""
+    if isinstance(value, Mapping):
+        raise TypeError(
+            f"a reward is a number, a bool or None, got a mapping {value!r}; for several rewards "
+            "give the task several functions, or a mapping of names to functions"
+        )
+    if getattr(value, "ndim", None) == 0 and hasattr(value, "item"):  # of JAX, PyTorch or NumPy
+        value = value.item()
+    if not isinstance(value, int | float | np.bool_ | np.number | Decimal | Fraction):
         raise TypeError(
             f"a reward is a number, a bool or None, got {type(value).__name__} {value!r}"
         )
-    if not math.isfinite(value):
-        raise ValueError(f'a reward is finite, got {value!r}; return None for "cannot be scored"')
+    if not abs(value) <= LARGEST:
+        raise ValueError(
+            f'a reward is finite in float32, got {value!r}; return None for "cannot be scored"'
+        )
     return float(value)
 
 

@@ -7,6 +7,8 @@ checkpoint 0, and is not written again. Left out on purpose: any other format;
 `models.save_pretrained` exports.
 """
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,12 +59,14 @@ def save(
       moving_reference: whether the reference is written too; one that does not move is the policy
         of checkpoint 0.
     """
-    kept = {"queued": len(state.queue), "fixed_reference": False}
-    if state.reference is not None and not moving_reference:
-        state = state._replace(reference=None)
-        kept["fixed_reference"] = True
-    told = (record or {}) | {"iteration": state.iteration} | kept
-    checkpoints.save_checkpointables(state.iteration, _items(state), custom_metadata=told)
+    fixed = state.reference is not None and not moving_reference
+    arrays: list[np.ndarray] = []
+    kept: dict[str, Any] = {"queued": len(state.queue), "fixed_reference": fixed}
+    kept |= {"data": _form_of(state.data, arrays), "arrays": len(arrays)}
+    items = _items(state._replace(reference=None) if fixed else state)
+    items |= {"data": arrays} if arrays else {}
+    told = {"record": record or {}, "state": kept}
+    checkpoints.save_checkpointables(state.iteration, items, custom_metadata=told)
 
 
 def restore(
@@ -80,26 +84,39 @@ def restore(
       queued: one sampled batch like those of the queue; needed where there is a queue.
     """
     iteration = _known(checkpoints, iteration)
-    record = checkpoints.metadata(iteration).custom_metadata
-    fixed = record["fixed_reference"]
-    like = like._replace(queue=(queued,) * record["queued"], data=None)
+    told = checkpoints.metadata(iteration).custom_metadata
+    kept = told["state"]
+    if kept["queued"] and queued is None:
+        count = kept["queued"]
+        raise ValueError(f"checkpoint {iteration} holds {count} queued batches: give queued")
+    fixed = kept["fixed_reference"]
+    like = like._replace(queue=(queued,) * kept["queued"])
     wanted = _items(like._replace(reference=None) if fixed else like)
-    shapes = {name: jax.tree.map(_abstract, tree) for name, tree in wanted.items()}
-    items = checkpoints.load_checkpointables(iteration, shapes | {"data": None})
+    shapes: dict[str, Any] = {name: jax.tree.map(_abstract, tree) for name, tree in wanted.items()}
+    if kept["arrays"]:
+        shapes["data"] = None  # as it was written, on the host
+    items = checkpoints.load_checkpointables(iteration, shapes)
     training = items["training"]
     reference = items.get("reference")
-    if fixed:
-        reference = restore_params(checkpoints, like.reference, 0)
+    if fixed and like.reference is not None:
+        reference = _first_policy(checkpoints, like)
     state = RunState(
         iteration=iteration,
         train=TrainState(training["step"], items["params"], training["opt_state"]),
         key=training["key"],
         reference=reference,
         queue=jax.tree.unflatten(jax.tree.structure(like.queue), items.get("queue", [])),
-        data=items["data"]["data"],
+        data=_tree_of(kept["data"], iter(items.get("data", ()))),
         objective=training.get("objective"),
     )
-    return state, record
+    return state, told["record"]
+
+
+def _first_policy(checkpoints: Checkpoints, like: RunState) -> Params:
+    """The policy of checkpoint 0, which may have a critic beside it."""
+    alone = jax.tree.structure(like.reference) == jax.tree.structure(like.train.params)
+    params = restore_params(checkpoints, like.reference if alone else like.train.params, 0)
+    return params if alone else params["policy"]
 
 
 def restore_params(checkpoints: Checkpoints, like: Params, iteration: int | None = None) -> Params:
@@ -118,16 +135,62 @@ def _items(state: RunState) -> dict[str, Any]:
     train = state.train
     training = {"step": train.step, "opt_state": train.opt_state, "key": state.key}
     if state.objective is not None:
-        training["objective"] = jax.tree.map(np.asarray, state.objective)
-    # Of `data` the restoring program knows no structure: it is written as it is, in a tree of its
-    # own, whose leaves are arrays (Orbax takes no NumPy scalars).
+        training["objective"] = jax.tree.map(_array, state.objective)
     items = {"params": train.params, "training": training}
-    items["data"] = {"data": jax.tree.map(np.asarray, state.data)}
     if state.reference is not None:
         items["reference"] = state.reference
     if state.queue:
         items["queue"] = jax.tree.leaves(state.queue)
     return items
+
+
+# Of `RunState.data` the restoring program knows nothing: its form is written into the record, its
+# arrays into a list. Orbax alone would turn numbers that are keys into text, and take no array
+# without elements.
+
+
+def _form_of(tree: Any, arrays: list[np.ndarray]) -> Any:
+    """The form of a tree of dicts, lists and arrays as JSON; its arrays are added to `arrays`."""
+    if tree is None:
+        return None
+    if type(tree) is dict:
+        return {"dict": [[_key(name), _form_of(own, arrays)] for name, own in tree.items()]}
+    if type(tree) in (list, tuple):
+        return {type(tree).__name__: [_form_of(own, arrays) for own in tree]}
+    if isinstance(tree, tuple) or (array := np.asarray(tree)).dtype.kind in "OSU":
+        wanted = "a tree of dicts, lists, tuples and arrays of numbers"
+        raise TypeError(f"RunState.data must be {wanted} to be saved; it holds {tree!r}")
+    if array.size:
+        arrays.append(array)
+    return {"array": [array.dtype.name, list(array.shape)]}
+
+
+def _tree_of(form: Any, arrays: Iterator[np.ndarray]) -> Any:
+    """The tree of a form, with the next of the arrays wherever one was."""
+    if form is None:
+        return None
+    ((kind, content),) = form.items()
+    if kind == "dict":
+        return {name: _tree_of(own, arrays) for name, own in content}
+    if kind == "array":
+        dtype, shape = content
+        return next(arrays) if math.prod(shape) else np.zeros(shape, dtype)
+    trees = [_tree_of(own, arrays) for own in content]
+    return tuple(trees) if kind == "tuple" else trees
+
+
+def _key(name: Any) -> str | int:
+    """A key of a dict as JSON keeps it in a list: text, or a whole number."""
+    if isinstance(name, np.integer):
+        return int(name)
+    if not isinstance(name, str | int):
+        raise TypeError(f"keys in RunState.data must be text or whole numbers, got {name!r}")
+    return name
+
+
+def _array(x: Any) -> Any:
+    """An array, for Orbax takes no NumPy scalars; shapes stay as they are."""
+    return x if isinstance(x, jax.ShapeDtypeStruct) else np.asarray(x)
 
 
 def _abstract(x: Any) -> jax.ShapeDtypeStruct:

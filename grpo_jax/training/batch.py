@@ -17,10 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.inference.logprobs import completion_scores
+from grpo_jax.inference.text import reward_columns, with_messages
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_advantages, objective_at
-from grpo_jax.options import Sampling
+from grpo_jax.options import Sampling, Scoring
 from grpo_jax.parallel.processes import run_and_gather
+from grpo_jax.rewards import Scores, score
+from grpo_jax.tasks import Task
 from grpo_jax.types import Array, Batch, Params, Prompts, Rollout, Sample
 
 
@@ -57,7 +60,8 @@ class GatheredScores(NamedTuple):
 
     `reward_PG` is the weighted sum of `reward_PGN`, one for each of N reward functions; NaN is
     "cannot be scored". `steps_PGN` holds the steps of process rewards (see `rewards.Scores`).
-    `questions` and `texts` are as long; None stands for prompts that another process owns.
+    `questions` and `texts` are as long; None stands for prompts that another process owns. `names`
+    and `weights` are those of the reward functions.
     """
 
     reward_PG: np.ndarray
@@ -65,6 +69,8 @@ class GatheredScores(NamedTuple):
     steps_PGN: list
     questions: list[str | None]
     texts: list[list[str] | None]
+    names: tuple[str, ...] = ()
+    weights: tuple[float, ...] = ()
 
 
 def rollout_shapes(P: int, G: int, S: int, T: int) -> Rollout:
@@ -187,7 +193,28 @@ def take_prompts(rollouts: Sequence[Rollout], index: Sequence[int]) -> Rollout:
 
 
 def take_scores(scores: Sequence[GatheredScores], index: Sequence[int]) -> GatheredScores:
-    """The scores of those prompts."""
-    joined = [list(chain(*parts)) for parts in zip(*scores, strict=True)]
+    """The scores of those prompts of several batches, one after another."""
+    joined = [list(chain(*parts)) for parts in list(zip(*scores, strict=True))[:5]]
     reward_PG, reward_PGN, *lists = ([part[i] for i in index] for part in joined)
-    return GatheredScores(np.stack(reward_PG), np.stack(reward_PGN), *lists)
+    told = scores[0].names, scores[0].weights
+    return GatheredScores(np.stack(reward_PG), np.stack(reward_PGN), *lists, *told)
+
+
+def score_rollout(
+    task: Task,
+    scoring: Scoring,
+    rows: Sequence[dict],
+    questions: Sequence[str],
+    texts: Sequence[Sequence[str]],
+    rollout: Rollout,
+) -> Scores:
+    """The task's rewards of some completions, for training and evaluation alike."""
+    return score(
+        task.reward,
+        with_messages(task, rows),
+        questions,
+        texts,
+        weights=scoring.weights,
+        on_error=scoring.on_error,
+        columns_PG=reward_columns(rollout),
+    )

@@ -5,8 +5,11 @@ from typing import Any
 import jax
 
 from grpo_jax.inference.critic import Critic
+from grpo_jax.inference.tokenizer import Tokenizer
+from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import AdaptiveObjective, Objective, objective_at, reads, reads_in_loss
-from grpo_jax.options import Scoring, whole
+from grpo_jax.options import OptionError, Scoring, instance, whole
+from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
 from grpo_jax.types import RunState
 
@@ -28,12 +31,45 @@ def check_task(
     critic: Critic | None,
 ) -> None:
     """Raises where a task has nothing to train on, or an objective lacks what it reads."""
+    if not isinstance(task, Task):
+        raise TypeError(f"task must be a Task, such as pricing(), got {task!r}")
     check_rows(task)
-    scoring.check(1 if callable(task.reward) else len(task.reward))
+    instance("scoring", scoring, Scoring).check(len(reward_functions(task.reward)))
     if not isinstance(objective, Objective | AdaptiveObjective):
         raise TypeError(f"objective must be an Objective, such as grpo(), got {objective!r}")
     if critic is None and reads(objective) & {"value_T", "old_value_T"}:
         raise ValueError("the objective reads values of a critic: pass critic=value_network(model)")
+
+
+def check_model(
+    model: LanguageModel, tokenizer: Tokenizer, prompt_length: int, max_new_tokens: int
+) -> None:
+    """Raises where tokenizer and model do not belong together, or positions do not suffice."""
+    if not isinstance(tokenizer, Tokenizer):
+        raise TypeError(
+            "tokenizer must have vocab_size, pad_id, stop_ids, encode, decode and render, as "
+            f"load_tokenizer(…) gives, got {tokenizer!r}"
+        )
+    size = model.config.vocab_size
+    named = {"pad_id": [tokenizer.pad_id], "stop_ids": tokenizer.stop_ids}
+    for name, ids in named.items():
+        if not all(0 <= token < size for token in ids):
+            raise ValueError(
+                f"the tokenizer's {name} {list(ids)} must be below the model's vocabulary size "
+                f"({size}): tokenizer and model do not belong together"
+            )
+    check_positions(model, prompt_length, max_new_tokens)
+
+
+def check_positions(model: LanguageModel, prompt_length: int, max_new_tokens: int) -> None:
+    """Raises an `OptionError` where prompts and completions do not fit the model's positions."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    if limit is not None and prompt_length + max_new_tokens > limit:
+        raise OptionError(
+            "max_new_tokens",
+            f"({max_new_tokens}) and prompts of up to {prompt_length} tokens do not fit the "
+            f"model's {limit} positions",
+        )
 
 
 def check_rows(task: Task) -> None:
@@ -50,8 +86,8 @@ def check_steps(steps: int, state: RunState) -> None:
 def check_staleness(max_staleness: int, objective: Objective | AdaptiveObjective) -> None:
     """Data of an older policy needs a ratio to it, which corrects for its age."""
     whole("max_staleness", max_staleness, 0)
-    read = reads_in_loss(objective_at(objective))
-    if max_staleness and not read & {"old_logp_T", "sampler_logp_T"}:
+    corrected = {"old_logp_T", "sampler_logp_T"}
+    if max_staleness and not reads_in_loss(objective_at(objective)) & corrected:
         raise ValueError(
             f"max_staleness={max_staleness} needs an objective with a ratio to the policy that "
             "sampled, which corrects for its age; this one does not read old_logp_T"

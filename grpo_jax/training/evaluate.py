@@ -15,14 +15,17 @@ import jax
 import numpy as np
 
 from grpo_jax.inference.generate import generate
+from grpo_jax.inference.logprobs import with_vocabulary
 from grpo_jax.inference.text import completion_texts, encode, prompt_texts
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.options import Generation, OptionError, Sampling, Scoring, whole
 from grpo_jax.parallel.backends import SINGLE, Devices
 from grpo_jax.parallel.processes import run_and_gather
-from grpo_jax.rewards import score
+from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
+from grpo_jax.training.batch import score_rollout
+from grpo_jax.training.checks import check_model
 from grpo_jax.types import Params
 
 GREEDY = Generation(group_size=1, sampling=Sampling(temperature=0.0))
@@ -94,8 +97,11 @@ def evaluate(
       OptionError: an option is out of its range, or two do not fit together.
       ValueError: there are no rows, or no key for sampling.
     """
-    check_evaluation(rows, generation, key, batch_size, scoring)
-    prompts = encode(tokenizer, task.prompt, rows, length=prompt_length)
+    check_evaluation(task, rows, generation, key, batch_size, scoring)
+    size = model.config.vocab_size
+    prompts = encode(tokenizer, task.prompt, rows, length=prompt_length, vocab_size=size)
+    check_model(model, tokenizer, prompts.tokens_PS.shape[1], generation.max_new_tokens)
+    model = with_vocabulary(model, tokenizer.vocab_size)
     batch_size = -(-min(batch_size, len(rows)) // devices.parts) * devices.parts
     weights = devices.for_decoding(devices.put("state", params))
     key = devices.put("whole", jax.random.key(0) if key is None else key)
@@ -121,6 +127,7 @@ def evaluate(
 
 
 def check_evaluation(
+    task: Task,
     rows: Sequence[dict],
     generation: Generation,
     key: jax.Array | None,
@@ -130,7 +137,7 @@ def check_evaluation(
     if not rows:
         raise ValueError("no rows to evaluate")
     whole("batch_size", batch_size, 1)
-    scoring.check()
+    scoring.check(len(reward_functions(task.reward)))
     samples = generation.check().group_size
     greedy = generation.sampling.temperature == 0
     if greedy and samples > 1:
@@ -148,8 +155,8 @@ def _scored(task, tokenizer, scoring: Scoring, rows, index, drawn) -> list[tuple
         return []
     rows = [rows[i] for i in index]
     texts = completion_texts(tokenizer, drawn)
-    options = {"weights": scoring.weights, "on_error": scoring.on_error}
-    reward_PN = score(task.reward, rows, prompt_texts(task, rows), texts, **options).reward_PG
+    questions = prompt_texts(task, rows)
+    reward_PN = score_rollout(task, scoring, rows, questions, texts, drawn).reward_PG
     length_PN = drawn.mask_PGT.sum(-1)
     return list(zip(index, reward_PN, texts, length_PN, drawn.stopped_PG, strict=True))
 
@@ -169,16 +176,28 @@ def _summarised(done: list[tuple]) -> Evaluation:
 
 
 def pass_at_k(correct_PN: np.ndarray, k: int) -> float:
-    """The chance that one of k completions is right: mean over rows of `1 − C(n−c, k)/C(n, k)`, c
-    of n right.
+    """The chance that one of k completions is right: mean over rows of `1 − C(n−c, k)/C(n, k)`.
 
-    The unbiased estimator of Chen et al. 2021, 2107.03374, eq. 1. `correct_PN` is boolean, n ≥ k.
+    The unbiased estimator of Chen et al. 2021 (2107.03374), eq. 1, for c of n right. Completions
+    that cannot be scored are left out, as they are of an accuracy: n counts the others.
+
+    Args:
+      correct_PN: N completions a row: booleans, or floats where 1 is right and NaN is unknown.
+      k: at most N. A row with fewer than k known completions is left out; NaN if all are.
     """
-    n = correct_PN.shape[1]
-    if not 1 <= k <= n:
-        raise ValueError(f"k must be between 1 and the {n} samples of each row, got {k}")
-    wrong = n - correct_PN.sum(1)
-    return float(np.mean([1 - math.comb(int(w), k) / math.comb(n, k) for w in wrong]))
+    correct_PN = np.asarray(correct_PN, float)
+    if not 1 <= k <= correct_PN.shape[1]:
+        raise ValueError(
+            f"k must be between 1 and the {correct_PN.shape[1]} samples of each row, got {k}"
+        )
+    known_P = (~np.isnan(correct_PN)).sum(1)
+    right_P = (correct_PN >= 1).sum(1)
+    shares = [
+        1 - math.comb(int(n - c), k) / math.comb(int(n), k)
+        for n, c in zip(known_P, right_P, strict=True)
+        if n >= k
+    ]
+    return float(np.mean(shares)) if shares else float("nan")
 
 
 def failures(

@@ -19,6 +19,7 @@ from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import AdaptiveObjective, Objective
 from grpo_jax.options import Batching, Generation, Scoring, Update, whole
 from grpo_jax.parallel.backends import SINGLE, Devices, Program, shapes_of
+from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
 from grpo_jax.training.batch import GatheredScores, HostRollout
 from grpo_jax.training.checks import check_staleness, check_state, check_steps
@@ -26,6 +27,7 @@ from grpo_jax.training.metrics import (
     completion_rows,
     group_statistics,
     learning_rate,
+    reward_statistics,
     timed,
 )
 from grpo_jax.training.optimizers import Optimizer, optimizer_for
@@ -127,6 +129,7 @@ def _iterations(stages, seconds, state, steps, collect, max_staleness, update_re
             reference=moved_reference(update_reference, iteration, policy, state.reference),
         )
         statistics = group_statistics(found.host, found.scores.reward_PG)
+        statistics |= reward_statistics(found.scores)
         completions = completion_rows(found.host, found.scores)
         del weights, more, batch  # what lies in them has been consumed
         yield (
@@ -283,6 +286,6 @@ def train(
 def programs_of(stages: Stages, state: RunState, task: Task) -> list[Program]:
     """`stages.programs` of a run that is about to begin."""
     prompts, *_ = stages.prompts(state.data)
-    functions = 1 if callable(task.reward) else len(task.reward)
+    functions = len(reward_functions(task.reward))
     arrays = state._replace(iteration=None, queue=(), data=None)  # of these no program takes any
     return programs(stages, shapes_of(arrays), shapes_of(prompts), functions)

@@ -48,16 +48,41 @@ def group_statistics(host: HostRollout, reward_PG: np.ndarray) -> dict[str, floa
     }
 
 
+def reward_statistics(scores: GatheredScores) -> dict[str, float]:
+    """Mean, spread and weight of each reward function, where there are several."""
+    found: dict[str, float] = {}
+    if len(scores.names) < 2:
+        return found
+    for n, (name, weight) in enumerate(zip(scores.names, scores.weights, strict=True)):
+        reward_PG = scores.reward_PGN[..., n]
+        known = reward_PG[~np.isnan(reward_PG)]
+        found[f"rewards/{name}/mean"] = float(known.mean()) if known.size else float("nan")
+        found[f"rewards/{name}/std"] = float(known.std()) if known.size else float("nan")
+        found[f"rewards/{name}/weight"] = float(weight)
+    return found
+
+
 def completion_rows(host: HostRollout, scores: GatheredScores) -> list[dict]:
-    """Prompt, completion and reward of each completion that this process owns, as rows."""
+    """Prompt, completion and reward of each completion that this process owns, as rows.
+
+    With several reward functions each row has `rewards`, by name, too.
+    """
     rows = []
     for place, row in zip(host.owned_rows, host.rows, strict=True):
         answer = {"answer": row["answer"]} if "answer" in row else {}
-        for text, reward in zip(scores.texts[place], scores.reward_PG[place], strict=True):
-            known = None if np.isnan(reward) else float(reward)
-            named = {"prompt": scores.questions[place], "completion": text, "reward": known}
+        for g, text in enumerate(scores.texts[place]):
+            reward = known(scores.reward_PG[place, g])
+            named = {"prompt": scores.questions[place], "completion": text, "reward": reward}
+            if len(scores.names) > 1:
+                each = map(known, scores.reward_PGN[place, g])
+                named["rewards"] = dict(zip(scores.names, each, strict=True))
             rows.append(named | answer)
     return rows
+
+
+def known(reward: float) -> float | None:
+    """A reward as JSON has it: None is "cannot be scored"."""
+    return None if np.isnan(reward) else float(reward)
 
 
 def learning_rate(state: TrainState) -> dict[str, float]:

@@ -52,7 +52,7 @@ def adamw(
     options = AdamW(learning_rate, schedule, lr_warmup, weight_decay, clip).check()
     if total_updates is None and schedule != "constant":
         return lambda total: _adamw(options, total, b1, b2)
-    return _adamw(options, total_updates or 1, b1, b2)
+    return _adamw(options, total_updates or max(lr_warmup, 1), b1, b2)
 
 
 def optimizer_for(optimizer: Optimizer, total_updates: int) -> optax.GradientTransformation:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from grpo_jax.inference.logprobs import with_vocabulary
 from grpo_jax.inference.text import encode
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
@@ -17,7 +18,7 @@ from grpo_jax.objectives import Objective
 from grpo_jax.options import Batching, Generation, Update, check_cuts, whole
 from grpo_jax.parallel.backends import SINGLE, Devices
 from grpo_jax.tasks import Task
-from grpo_jax.training.checks import check_rows
+from grpo_jax.training.checks import check_model, check_rows
 from grpo_jax.training.stages import logit_chunk_of, prompt_width, row_indices, start
 from grpo_jax.training.train_step import make_train_step
 from grpo_jax.types import Batch, Mean, Params, Rollout, Sample, TrainState
@@ -71,7 +72,7 @@ def sft(
     whole("batch_size", batch_size, 1)
     check_rows(task)
     check_cuts(Generation(), Update(), Batching(batch_size), devices.parts)
-    model = devices.for_training(model)
+    model = with_vocabulary(devices.for_training(model), tokenizer.vocab_size)
     chunk = logit_chunk_of(model, devices) if logit_chunk is None else logit_chunk
     update = Update(logit_chunk=chunk, old_logp="sampler")
     step = make_train_step(model, SUPERVISED, optimizer, update=update, axis_name=devices.axis_name)
@@ -79,6 +80,7 @@ def sft(
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
     targets = [target_ids(task, tokenizer, row) for row in task.train]
     longest = -(-max(map(len, targets)) // 8) * 8
+    check_model(model, tokenizer, width, longest)
     state = start(SUPERVISED, optimizer, seed, None, devices, params).train
     local_rows = devices.local_rows(batch_size)
     for number in range(steps):
@@ -92,7 +94,8 @@ def sft(
 
 def target_ids(task: Task, tokenizer: Tokenizer, row: dict) -> list[int]:
     """A right completion as ids, with the stop token that ends it."""
-    return [*tokenizer.encode(task.target(row)), tokenizer.stop_ids[0]]
+    end_id = getattr(tokenizer, "end_id", tokenizer.stop_ids[0])
+    return [*tokenizer.encode(task.target(row)), end_id]
 
 
 def supervised_batch(prompts, targets: Sequence[Sequence[int]], longest: int, pad_id: int) -> Batch:

@@ -12,7 +12,8 @@ A stage that returns what depends on the values (a batch that is trimmed, say) h
 Left out on purpose: the order of stages (see `loop`).
 """
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ import optax
 
 from grpo_jax.inference.critic import Critic, policy_of, with_critic
 from grpo_jax.inference.generate import generate
-from grpo_jax.inference.logprobs import tokens_at_once
+from grpo_jax.inference.logprobs import tokens_at_once, with_vocabulary
 from grpo_jax.inference.text import completion_texts, encode, prompt_texts, step_rewards
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
@@ -35,9 +36,9 @@ from grpo_jax.objectives import (
     reads,
     reads_in_prepare,
 )
-from grpo_jax.options import Batching, Generation, Scoring, Update, check_cuts, whole
+from grpo_jax.options import Batching, Generation, OptionError, Scoring, Update, check_cuts, whole
 from grpo_jax.parallel.backends import SINGLE, Devices, Program, listed
-from grpo_jax.rewards import score
+from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
 from grpo_jax.training.batch import (
     GatheredScores,
@@ -48,10 +49,11 @@ from grpo_jax.training.batch import (
     lengths,
     lengths_and_stops,
     of_all,
+    score_rollout,
     take_scores,
     trim,
 )
-from grpo_jax.training.checks import check_sampler, check_task
+from grpo_jax.training.checks import check_model, check_sampler, check_task
 from grpo_jax.training.packing import pack, packed_shapes
 from grpo_jax.training.train_step import (
     by_prompt,
@@ -143,17 +145,21 @@ def make_stages(
     generation.check().sampling.check_training()
     check_cuts(generation, update.check(), batching.check(), devices.parts)
     check_task(task, objective, scoring, critic)
-    model = devices.for_training(model)
+    if batching.prompt_length is None:
+        batching = batching._replace(prompt_length=prompt_width(task, tokenizer))
+    check_model(model, tokenizer, batching.prompt_length, generation.max_new_tokens)
+    objective = with_reward_weights(objective, scoring.weights)
+    model = with_vocabulary(devices.for_training(model), tokenizer.vocab_size)
     if update.logit_chunk is None:
         update = update._replace(logit_chunk=logit_chunk_of(model, devices))
     if update.group_microbatches > 1:
         batching = batching._replace(pack_tokens=False)  # packed lists are of whole groups
-    if batching.prompt_length is None:
-        batching = batching._replace(prompt_length=prompt_width(task, tokenizer))
     several = takes_several(objective)
     return Stages(
         start=partial(start, objective, optimizer, seed, critic, devices),
-        prompts=partial(next_prompts, task, tokenizer, batching, seed, devices),
+        prompts=partial(
+            next_prompts, task, tokenizer, model.config.vocab_size, batching, seed, devices
+        ),
         publish=lambda weights: devices.for_decoding(policy_of(critic, weights.params)),
         generate=sampling_stage(model, tokenizer, generation, devices),
         shrink=shrinking_stage(task, batching, devices),
@@ -251,6 +257,7 @@ def prompt_width(task: Task, tokenizer: Tokenizer, multiple: int = 16) -> int:
 def next_prompts(
     task: Task,
     tokenizer: Tokenizer,
+    vocab_size: int,
     batching: Batching,
     seed: int,
     devices: Devices,
@@ -261,7 +268,8 @@ def next_prompts(
     size = batching.prompts_per_step
     row_P = row_indices(position, size, len(task.train), seed)
     rows = [task.train[i] for i in row_P[devices.local_rows(size)]]
-    prompts = encode(tokenizer, task.prompt, rows, length=batching.prompt_length)
+    options = {"length": batching.prompt_length, "vocab_size": vocab_size}
+    prompts = encode(tokenizer, task.prompt, rows, **options)
     prompts, row_P = devices.put_rows(prompts), devices.put("rows", row_P)
     return prompts, row_P, data | {"position": np.int64(position + size)}
 
@@ -369,21 +377,17 @@ def score_and_gather(
     questions = prompt_texts(task, host.rows)
 
     def scored() -> tuple:
-        scores = score(
-            task.reward,
-            host.rows,
-            questions,
-            texts,
-            weights=scoring.weights,
-            on_error=scoring.on_error,
-        )
+        scores = score_rollout(task, scoring, host.rows, questions, texts, owned)
         return scores.reward_PG, scores.reward_PGN, scores.steps_PGN
 
     reward_PG, reward_PGN, steps_PGN = of_all(host.owned_rows, scored)
     known: list = [[None] * len(reward_PG), [None] * len(reward_PG)]
     for place, question, group in zip(host.owned_rows, questions, texts, strict=True):
         known[0][place], known[1][place] = question, group
-    return GatheredScores(np.stack(reward_PG), np.stack(reward_PGN), list(steps_PGN), *known)
+    names = tuple(reward_functions(task.reward))
+    weights = tuple(scoring.weights or (1.0,) * len(names))
+    rewards = np.stack(reward_PG), np.stack(reward_PGN), list(steps_PGN)
+    return GatheredScores(*rewards, *known, names, weights)
 
 
 # What an update takes, and the update.
@@ -503,6 +507,23 @@ def programs(stages: Stages, state: RunState, prompts: Prompts, functions: int) 
 
 def _on_shapes(stage: Callable) -> Callable:
     return getattr(stage, "on_shapes", stage)
+
+
+def with_reward_weights(
+    objective: Objective | AdaptiveObjective, weights: Sequence[float] | None
+) -> Objective | AdaptiveObjective:
+    """The objective, whose advantage weighs several rewards itself where it takes them apart."""
+    if weights is None or not takes_several(objective):
+        return objective
+    advantage = getattr(objective, "advantage", None)
+    own = getattr(advantage, "keywords", {}).get("weights")
+    if own is not None or "weights" not in inspect.signature(advantage or len).parameters:
+        raise OptionError(
+            "weights",
+            "cannot be given to an objective that takes several rewards apart and weighs them "
+            "itself: give them to the objective, as gdpo(weights=…)",
+        )
+    return objective._replace(advantage=partial(advantage, weights=tuple(weights)))
 
 
 def takes_several(objective: Objective | AdaptiveObjective) -> bool:

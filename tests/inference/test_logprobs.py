@@ -1,6 +1,7 @@
 """Log-probabilities of completions against a plain forward pass, and what they cost."""
 
 import dataclasses
+from functools import partial
 
 import chex
 import jax
@@ -142,7 +143,8 @@ def test_logits_are_kept_where_products_are_and_they_are_few(tiny_params, prompt
         model = decoder(dataclasses.replace(TINY, vocab_size=vocab), remat="dots")
         params = jax.eval_shape(model.init, jax.random.key(0))
         for one in (model, model._replace(keeps_products=False)):
-            loss = lambda p, one=one: completion_logp(one, p, prompts, *completions, logit_chunk=4 * T).sum()  # G chunks
+            score = partial(completion_logp, one, logit_chunk=4 * T)  # G chunks
+            loss = lambda p, score=score: score(p, prompts, *completions).sum()
             yield jax.jit(jax.value_and_grad(loss)).lower(params).compile()
 
     flops = lambda program: hlo.count(program.as_text()).flops
@@ -157,9 +159,8 @@ def test_logits_are_kept_where_products_are_and_they_are_few(tiny_params, prompt
 @pytest.mark.parametrize("chunk", [1, 5, 1000])
 def test_the_chunk_changes_cost_only(tiny_model, tiny_params, prompts, completions, chunk):
     def loss(chunk):
-        return jax.jit(
-            jax.value_and_grad(lambda p: completion_logp(tiny_model, p, prompts, *completions, logit_chunk=chunk).mean())
-        )
+        score = partial(completion_logp, tiny_model, logit_chunk=chunk)
+        return jax.jit(jax.value_and_grad(lambda p: score(p, prompts, *completions).mean()))
 
     chex.assert_trees_all_close(loss(chunk)(tiny_params), loss(256)(tiny_params), atol=1e-5, rtol=1e-5)
 

@@ -83,7 +83,7 @@ def test_unknown_models_take_the_fallback():
 @pytest.mark.parametrize("critic", [None, value_network(MODEL)], ids=["policy", "critic"])
 def test_optimiser_moments_lie_where_their_parameters_do(critic):
     params = jax.eval_shape(lambda p: with_critic(critic, jax.random.key(0), p), PARAMS)
-    optimizer = optax.chain(adamw(1e-3, steps=5), optax.ema(0.9))
+    optimizer = optax.chain(adamw(1e-3, total_updates=5), optax.ema(0.9))
     got = state_shardings(MESH, MODEL, optimizer, params)
     state = jax.eval_shape(lambda p: init_state(p, optimizer), params)
     assert jax.tree.structure(got) == jax.tree.structure(state)

@@ -1,38 +1,71 @@
-"""The comparison: its list is complete, its loop is the library's, a small run of the real program leaves it all."""
+"""The comparison: its list is complete, its runs are the library's, a small run of the real program leaves it all."""
 
-import dataclasses
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from experiments import compare_objectives, compare_report
-from experiments.compare_objectives import SYSTEMS, Options, format_reward, pairs, share, working_reward
+from experiments.compare_objectives import (
+    BETA,
+    SYSTEMS,
+    Options,
+    format_reward,
+    pairs,
+    record,
+    share,
+    specialise,
+    with_seed,
+    working_reward,
+)
 from experiments.compare_report import LADDER
-from grpo_jax import config
+from grpo_jax.components import Components, objective_of, optimizer_of, stages_of, task_of
+from grpo_jax.config import TrainConfig, option, option_paths
+from grpo_jax.inference.critic import policy_of
+from grpo_jax.inference.text import completion_texts
+from grpo_jax.inference.tokenizer import ByteTokenizer
 from grpo_jax.objectives import PRESETS, grpo, kl_in_reward, ppo
 from grpo_jax.rewards import number_reward
-from grpo_jax.runs import run, terminal
-from grpo_jax.training import loop
+from grpo_jax.runs import terminal
+from grpo_jax.runs.folder import read_lines
+from grpo_jax.training.batch import assemble
+from grpo_jax.training.loop import collect, iterate, iteration_key, sampled, train, weights_of
+from grpo_jax.training.stages import prompt_width
 
 import toy
 
-MODEL = toy.bigram()
+MODEL = toy.bigram()._replace(config=toy.BigramConfig(max_position_embeddings=64))
 BY_NAME = {system.name: system for system in SYSTEMS}
+SMALL = {
+    "prompts_per_step": 2,
+    "group_size": 4,
+    "max_new_tokens": 6,
+    "sft_steps": 1,
+    "eval_batch_size": 4,
+    "task_args": ("wording=terse", "train_size=64", "held_out_size=4"),
+}
 
 
-@pytest.fixture
-def small(monkeypatch):
-    """The real program with a model and batches that compile quickly."""
-    numbers = {"prompts": 2, "group_size": 4, "max_new_tokens": 6, "warm_up": 1, "eval_batch": 4}
-    task = {"wording": "terse", "train_size": 64, "held_out_size": 4}
-    monkeypatch.setattr(run, "decoder", lambda config, **options: MODEL)
-    monkeypatch.setitem(config.BY_MODEL, True, config.BY_MODEL[True] | numbers | {"task_args": task})
+def build(config: TrainConfig) -> Components:
+    """What the real program builds, with a model that compiles quickly."""
+    task, tokenizer = task_of(config), ByteTokenizer()
+    params = MODEL.init(jax.random.key(3))
+    parts = (objective_of(config), optimizer_of(config), None, None)
+    return Components(MODEL, params, tokenizer, task, *parts, prompt_width(task, tokenizer))
+
+
+def small(**options) -> Options:
+    return Options(**options, shared=SMALL)
 
 
 def command(folder, *options: str) -> list[str]:
     names = ("--only", "ppo", "process_grpo", "--seeds", "0", "1", "--steps", "2", "--eval-every", "1")
     return [*names, "--out", str(folder), *options]
+
+
+def flat(config: TrainConfig) -> dict:
+    return {name: option(config, name) for name in option_paths(TrainConfig)}
 
 
 def test_every_preset_and_every_step_of_the_ladder_is_a_system():
@@ -42,7 +75,7 @@ def test_every_preset_and_every_step_of_the_ladder_is_a_system():
     own = {name: compare_objectives.Options().config(system) for name, system in BY_NAME.items()}
     assert own["reinforce"].objective_options() == {"beta": 0.0}
     assert own["reinforce_discounted"].objective_options()["gamma"] < 1
-    assert {own[name].epochs for name in ("grpo", "grpo_2_epochs", "grpo_4_epochs")} == {1, 2, 4}
+    assert {own[name].update.epochs for name in ("grpo", "grpo_2_epochs", "grpo_4_epochs")} == {1, 2, 4}
     assert own["grpo_iterative"].ref_every == 10
     assert own["grpo_ema"].ref_ema == 0.9
     fixed, moving = BY_NAME["grpo_kl_in_reward"], BY_NAME["grpo_adaptive_beta"]
@@ -56,13 +89,13 @@ def test_every_preset_and_every_step_of_the_ladder_is_a_system():
 
 def test_everything_else_is_equal():
     allowed = {"objective", "objective_args", "epochs", "ref_every", "ref_ema"}
-    shared = dataclasses.asdict(Options().config())
+    shared = flat(Options().config())
     for system in SYSTEMS:
-        own = dataclasses.asdict(Options().config(system))
+        own = flat(Options().config(system))
         assert {name for name in own if own[name] != shared[name]} <= allowed, system.name
-    assert Options(epochs=2).config(BY_NAME["gspo"]).epochs == 2
-    assert Options(warm_up_loss=0.5).config(BY_NAME["gspo"]).warm_up_loss == 0.5
-    assert Options(epochs=2).config(BY_NAME["grpo_4_epochs"]).epochs == 4
+    assert Options(epochs=2).config(BY_NAME["gspo"]).update.epochs == 2
+    assert Options(sft_target_loss=0.5).config(BY_NAME["gspo"]).sft_target_loss == 0.5
+    assert Options(epochs=2).config(BY_NAME["grpo_4_epochs"]).update.epochs == 4
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 200])
@@ -81,9 +114,9 @@ def test_shards_partition_the_runs(count):
         ({"only": ("grpoo",)}, "did you mean 'grpo'"),
         ({"shard": "3/3"}, "I/N"),
         ({"shard": "one"}, "I/N"),
-        ({"steps": 0}, "--steps must be at least 1"),
+        ({"steps": 0}, "steps must be an integer of at least 1"),
         ({"seeds": ()}, "at least one seed"),
-        ({"seeds": (-1,)}, "--seeds must be at least 0"),
+        ({"seeds": (-1,)}, "seeds must be an integer of at least 0"),
     ],
 )
 def test_a_bad_option_says_what_was_expected(options, message):
@@ -112,13 +145,17 @@ def test_the_form_is_rewarded_whatever_the_numbers():
         assert format_reward("", text) == 0.0, text
 
 
-def build(system, options, **fields):
-    parts = run.build(options.config())
-    own = compare_objectives.specialise(system, parts, options.config(system))
-    return own._replace(params=jax.jit(parts.model.init)(jax.random.key(3)), **fields)
+def somewhat_right(completion: str) -> float:
+    """A reward that random bytes earn in all kinds of amounts."""
+    return sum(character < "@" for character in completion) / 6
 
 
-def last_update(system, options, parts):
+def specialised(system, options, **task) -> Components:
+    own = specialise(system, build(options.config()), options.config(system))
+    return own._replace(task=own.task._replace(**task))
+
+
+def one_run(system, options, built, stages, seed=0, show=lambda step, **numbers: None):
     """A run's record, and its policy after the last step."""
     seen = []
 
@@ -126,93 +163,99 @@ def last_update(system, options, parts):
         seen.append(jax.device_get(params))
         return 0.5
 
-    made = compare_objectives.programs(system, parts, options.config(system))
-    result = compare_objectives.iterate(
-        system, parts, made, options.config(system), evaluate, lambda *steps, **numbers: None
-    )
-    return result, seen[-1]
-
-
-def somewhat_right(completion: str) -> float:
-    """A reward that random bytes earn in all kinds of amounts."""
-    return sum(character < "@" for character in completion) / 6
+    config = options.config(system, seed)
+    stages = with_seed(stages, config, built)
+    state = stages.start(built.params)
+    iterations = iterate(stages, state, steps=config.steps, update_reference=built.update_reference)
+    return record(system, stages, iterations, config, evaluate, show), seen[-1]
 
 
 @pytest.mark.parametrize("name", ["ppo", "grpo_ema"])
-def test_the_loop_is_that_of_the_library(small, name):
-    options, system = Options(steps=2, eval_every=2), BY_NAME[name]
-    parts = build(system, options)
-    parts = parts._replace(task=parts.task._replace(reward=somewhat_right))
-    result, policy = last_update(system, options, parts)
-    own = options.config(system)
-    *_, (saved, metrics) = loop.train(
-        parts.model, parts.params, parts.task, parts.tokenizer, parts.objective, parts.optimizer, steps=2,
-        prompts_per_step=own.prompts, group_size=own.group_size, max_new_tokens=own.max_new_tokens,
-        critic=parts.critic, update_reference=parts.update_reference, length_buckets=1,
-        prompt_length=parts.prompt_length,
-    )  # fmt: skip
-    expected = loop.policy_of(parts.critic, saved.state.params)
-    jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-7), policy, expected)
-    assert result["curve"][-1]["reward"] == pytest.approx(metrics["reward"])
-    changed = jax.tree.map(lambda a, b: np.abs(a - b).max(), policy, parts.params)
-    assert max(jax.tree.leaves(changed)) > 1e-5
+def test_runs_of_all_seeds_are_those_of_the_library(name):
+    options, system = small(steps=2, eval_every=2), BY_NAME[name]
+    built = specialised(system, options, reward=somewhat_right)
+    stages = stages_of(options.config(system), built)
+    for seed in (0, 1):
+        result, policy = one_run(system, options, built, stages, seed)
+        own = options.config(system, seed)
+        *_, (state, metrics) = train(
+            built.model, built.params, built.task, built.tokenizer, built.objective, built.optimizer, steps=2,
+            seed=seed, generation=own.generation, update=own.update, batching=own.batching, critic=built.critic,
+            update_reference=built.update_reference,
+        )  # fmt: skip
+        expected = policy_of(built.critic, state.train.params)
+        jax.tree.map(lambda own, other: np.testing.assert_allclose(own, other, rtol=1e-5, atol=1e-7), policy, expected)
+        assert result["curve"][-1]["reward"] == pytest.approx(metrics["reward"])
+        changed = jax.tree.map(lambda a, b: np.abs(a - b).max(), policy, built.params)
+        assert max(jax.tree.leaves(changed)) > 1e-5
 
 
-def test_beta_moves_toward_the_target_and_recompiles_nothing(small, monkeypatch):
-    options, system = Options(steps=3, eval_every=1), BY_NAME["grpo_adaptive_beta"]
-    parts = build(system, options)
-    parts = parts._replace(task=parts.task._replace(reward=somewhat_right))
-    traces, assemble = [], compare_objectives.assemble
-    monkeypatch.setattr(
-        compare_objectives, "assemble", lambda *args, **more: traces.append(1) or assemble(*args, **more)
-    )
-    for count, (target, factor) in enumerate(((1e-9, 1.02), (1e9, 0.98)), 1):
-        result, _ = last_update(system._replace(kl_target=target), options, parts)
+@pytest.mark.parametrize(("target", "factor"), [(1e-9, 1.02), (1e9, 0.98)])
+def test_beta_moves_toward_the_target_and_recompiles_nothing(target, factor):
+    options, system = small(steps=3, eval_every=1), BY_NAME["grpo_adaptive_beta"]._replace(kl_target=target)
+    built = specialised(system, options, reward=somewhat_right)
+    traced, counts = [], []
+
+    def bind(beta):
+        traced.append(isinstance(beta, jax.core.Tracer))
+        return built.objective.bind(beta)
+
+    counted = built._replace(objective=built.objective._replace(bind=bind))
+    stages = stages_of(options.config(system), counted)
+    for seed in (0, 1):
+        result, _ = one_run(system, options, counted, stages, seed, lambda *_, **__: counts.append(sum(traced)))
         betas = [point["beta"] for point in result["curve"]]
         # At the first step the policy is the reference.
         np.testing.assert_allclose(betas, system.kl_reward * np.cumprod([0.98, factor, factor]), rtol=1e-5)
-        assert len(traces) == count
+    assert counts[0] > 0
+    assert counts == [counts[0]] * 6
 
 
-def test_beta_in_the_reward_is_an_input(small):
+def test_beta_in_the_reward_is_an_input():
     """The advantages of the compiled batch are those of `kl_in_reward` with that β bound."""
-    options, system = Options(), BY_NAME["grpo_kl_in_reward"]
-    parts = build(system, options)
-    parts = parts._replace(task=parts.task._replace(reward=somewhat_right))
-    made = compare_objectives.programs(system, parts, options.config(system))
-    rows, key = loop.rows_of(0, parts.task.train, 2, 0), jax.random.key(1)
-    reference = jax.tree.map(lambda x: 1.5 * x, parts.params)
+    options, system = small(), BY_NAME["grpo_adaptive_beta"]
+    built = specialised(system, options, reward=somewhat_right)
+    stages = stages_of(options.config(system), built)
+    state = stages.start(built.params, jax.tree.map(lambda x: 1.5 * x, built.params))
+    weights = weights_of(state)
+    rollout, data = sampled(stages, stages.publish(weights), weights, iteration_key(state, 1), state.data)
+    found, _ = collect(stages, weights, rollout, None, data)
     advantages = {}
     for beta in (0.0, 0.5):
-        batch, _ = made.collect(parts.params, reference, jax.numpy.float32(beta), key, rows)
+        batch = stages.assemble(*found, jnp.float32(beta))
         bound = kl_in_reward(grpo(beta=0.0), beta=beta)
-        texts = compare_objectives.completion_texts(parts.tokenizer, batch.rollout)
+        texts = completion_texts(built.tokenizer, batch.rollout)
         rewards = np.array([[somewhat_right(text) for text in group] for group in texts], np.float32)
-        fields = {"ref_logp_T": batch.samples.ref_logp_T}
+        fields = {name: getattr(batch.samples, name) for name in ("ref_logp_T", "old_logp_T")}
         fields["reward_T"] = np.where(
             np.arange(6) == np.asarray(batch.rollout.mask_PGT).sum(-1, keepdims=True) - 1, rewards[..., None], np.nan
         )
-        expected = compare_objectives.assemble(bound, batch.rollout, rewards, **fields)
+        expected = assemble(bound, batch.rollout, rewards, **fields)
         np.testing.assert_allclose(batch.samples.adv, expected.samples.adv, rtol=1e-5, atol=1e-6)
         advantages[beta] = np.asarray(batch.samples.adv)
     assert np.abs(advantages[0.0] - advantages[0.5]).max() > 1e-3
 
 
-def test_the_whole_program_with_a_critic_and_process_rewards(small, tmp_path, capsys, monkeypatch):
+def never(config):
+    raise AssertionError("nothing is to be trained")
+
+
+def test_the_whole_program_with_a_critic_and_process_rewards(tmp_path, capsys):
     folder, figure = tmp_path / "study", tmp_path / "figures" / "picture.png"
-    compare_objectives.main(command(folder, "--shard", "0/2"))
+    main = lambda *options, build=build: compare_objectives.main(
+        command(folder, *options), default=small(), build=build
+    )
+    main("--shard", "0/2")
     assert not (folder / "summary.json").exists()
-    first = folder.read_lines(folder / "results-0-of-2.jsonl")
+    first = read_lines(folder / "results-0-of-2.jsonl")
     assert [(line["system"], line["seed"]) for line in first] == [("process_grpo", 0), ("process_grpo", 1)]
     assert "process_grpo seed 1" in capsys.readouterr().out
-    with monkeypatch.context() as patch:  # --merge trains nothing
-        patch.setattr(compare_objectives, "iterate", None)
-        compare_objectives.main(command(folder, "--merge"))
+    main("--merge", build=never)
     assert [row["system"] for row in json.loads((folder / "summary.json").read_text())["systems"]] == ["process_grpo"]
 
-    compare_objectives.main(command(folder, "--figure", str(figure)))
-    assert folder.read_lines(folder / "results-0-of-2.jsonl") == first
-    second = folder.read_lines(folder / "results-0-of-1.jsonl")
+    main("--figure", str(figure))
+    assert read_lines(folder / "results-0-of-2.jsonl") == first
+    second = read_lines(folder / "results-0-of-1.jsonl")
     assert [(line["system"], line["seed"]) for line in second] == [("ppo", 0), ("ppo", 1)]
     summary = json.loads((folder / "summary.json").read_text())
     assert {row["system"]: row["seeds"] for row in summary["systems"]} == {"ppo": [0, 1], "process_grpo": [0, 1]}
@@ -226,30 +269,25 @@ def test_the_whole_program_with_a_critic_and_process_rewards(small, tmp_path, ca
     assert figure.read_bytes().startswith(b"\x89PNG")
     assert "ppo" in capsys.readouterr().out
 
-    with monkeypatch.context() as patch:  # everything is finished: nothing is trained
-        patch.setattr(compare_objectives, "iterate", None)
-        compare_objectives.main(command(folder))
-    assert folder.read_lines(folder / "results-0-of-1.jsonl") == second
+    main(build=never)  # everything is finished
+    assert read_lines(folder / "results-0-of-1.jsonl") == second
     with pytest.raises(SystemExit, match="other settings \\(steps\\)"):
-        compare_objectives.main([*command(folder), "--steps", "3"])
+        main("--steps", "3")
 
 
-def test_processes_start_from_the_first_policy_that_was_kept(small, tmp_path, monkeypatch):
-    """A process that warmed up while another one finished throws its own away."""
-    options = Options(out=tmp_path)
-    parts, screen = run.build(options.config()), terminal.Screen()
-    ones = jax.tree.map(np.ones_like, parts.params)
+def test_processes_start_from_the_first_policy_that_was_kept(tmp_path):
+    """A process that trained its own while another one finished throws it away."""
+    options = small(out=tmp_path)
+    built, screen = build(options.config()), terminal.Screen()
+    ones = jax.tree.map(np.ones_like, built.params)
 
-    def start_elsewhere(config, parts, screen):
+    def start_elsewhere(config, built, screen):
         np.savez(tmp_path / "start-0.npz", *jax.tree.leaves(ones))
-        return parts.params
+        return built.params
 
-    monkeypatch.setattr(run, "start", start_elsewhere)
-    got = compare_objectives.starting_policy(tmp_path, options.config(), parts, screen)
-    jax.tree.map(np.testing.assert_array_equal, got, ones)
-    monkeypatch.setattr(run, "start", None)
-    got = compare_objectives.starting_policy(tmp_path, options.config(), parts, screen)
-    jax.tree.map(np.testing.assert_array_equal, got, ones)
+    for start in (start_elsewhere, never):
+        got = compare_objectives.starting_policy(tmp_path, options.config(), built, screen, start)
+        jax.tree.map(np.testing.assert_array_equal, got, ones)
     assert [path.name for path in tmp_path.iterdir()] == ["start-0.npz"]
 
 
@@ -285,8 +323,8 @@ def test_a_row_is_the_mean_and_deviation_over_seeds():
     assert compare_report.cells(never)[8] == "–"
 
 
-def test_ppo_needs_the_critic_that_its_system_gets(small):
-    parts = build(BY_NAME["ppo"], Options())
-    assert parts.critic is not None
-    assert repr(parts.objective) == repr(ppo(beta=config.BY_MODEL[True]["objective_args"]["beta"]))
-    assert build(BY_NAME["gdpo"], Options()).task.reward == [number_reward, format_reward]
+def test_ppo_needs_the_critic_that_its_system_gets():
+    built = specialised(BY_NAME["ppo"], Options())
+    assert built.critic is not None
+    assert repr(built.objective) == repr(ppo(beta=BETA))
+    assert specialised(BY_NAME["gdpo"], Options()).task.reward == [number_reward, format_reward]

@@ -5,17 +5,32 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from grpo_jax.inference.generate import generate
-from grpo_jax.inference.logprobs import Sampling, completion_logp
+from grpo_jax.inference.logprobs import completion_logp
 from grpo_jax.inference.text import completion_texts, encode, prompt_texts, step_rewards
 from grpo_jax.inference.tokenizer import ByteTokenizer
-from grpo_jax.objectives import grpo
+from grpo_jax.objectives import AdaptiveObjective, grpo
+from grpo_jax.options import Generation, Sampling
 from grpo_jax.rewards import combine
 from grpo_jax.rewards import score as score_rewards
-from grpo_jax.training.batch import assemble, score, trim
-from grpo_jax.training.metrics import group_statistics
+from grpo_jax.training.batch import (
+    GatheredScores,
+    HostRollout,
+    assemble,
+    cut,
+    infer_logp,
+    lengths,
+    lengths_and_stops,
+    of_all,
+    rollout_shapes,
+    take_prompts,
+    take_scores,
+    trim,
+)
+from grpo_jax.training.metrics import completion_rows, group_statistics
+from grpo_jax.training.packing import FRACTIONS, pack, packed_sizes
 from grpo_jax.types import Prompts, Rollout
 
-from toy import bigram, letters
+from toy import bigram, compilations, letters
 
 BYTES = ByteTokenizer()
 
@@ -77,9 +92,37 @@ def test_trim_cuts_padding_to_the_next_bucket(longest, buckets, size):
     assert out.prompts is rollout.prompts
 
 
+@pytest.mark.parametrize(("T", "buckets", "sizes"), [(12, 4, [3, 6, 9, 12]), (5, 2, [3, 5]), (2, 5, [1, 2])])
+def test_lengths_are_equal_fractions_rounded_up(T, buckets, sizes):
+    assert lengths(T, buckets) == sizes
+
+
 def test_trim_makes_at_most_as_many_shapes_as_buckets():
     shapes = {trim(rollout_of([[b"x" * n]]), 3).tokens_PGT.shape for n in range(1, 13)}
     assert shapes == {(1, 1, 4), (1, 1, 8), (1, 1, 12)}
+
+
+def test_a_cut_keeps_whose_rollout_it_is():
+    """Rows and updates belong to prompts: a shorter T leaves them alone."""
+    rollout = rollout_of([[b"abc"], [b"a"]])._replace(row_P=np.array([7, 3]), update_P=np.array([1, 0]))
+    out = cut(rollout, 4)
+    assert out.tokens_PGT.shape == out.logp_PGT.shape == (2, 1, 4)
+    np.testing.assert_array_equal(out.row_P, [7, 3])
+    np.testing.assert_array_equal(out.update_P, [1, 0])
+
+
+def test_packing_lists_the_trained_tokens_in_order():
+    """g·T + t of each, then G·T; the smallest size that holds every prompt's tokens, or none."""
+    rollout = rollout_of([[b"ab", b"a"], [b"a", b"abc"]], T=4)
+    np.testing.assert_array_equal(pack(rollout.mask_PGT), [[0, 1, 4, 8], [0, 4, 5, 6]])
+    assert pack(np.ones((2, 2, 4), bool)) is None
+    assert packed_sizes(8) == [4, 5, 6]
+    assert packed_sizes(1) == [], "rounded up, nothing would be smaller"
+    for count in range(1, 9):
+        index_PN = pack(np.arange(8).reshape(1, 2, 4) < count)
+        expected = next((n for n in (4, 5, 6) if n >= count), None)
+        assert (None if index_PN is None else index_PN.shape[1]) == expected
+    assert len(FRACTIONS) == 3
 
 
 def placed(groups, functions, weights=None, stopped=None):
@@ -139,6 +182,12 @@ def test_what_cannot_be_scored_has_no_step():
     assert by_token(reward_PGT[0, 1]) == {0: 1.0}
 
 
+def host_of(rollout):
+    everything = np.arange(len(rollout.tokens_PGT))
+    rows = [{"answer": str(i)} for i in everything]
+    return HostRollout(rows, rollout.tokens_PGT, rollout.mask_PGT, rollout.stopped_PG, everything, everything)
+
+
 def test_group_statistics():
     """Unscorable completions are left out; a group teaches nothing if it is constant or has one known reward."""
     nan = np.nan
@@ -146,7 +195,7 @@ def test_group_statistics():
     groups = [[b"aaa", b"a", b"aa"], [b"a", b"a", b"a"], [b"aaaa", b"a", b"a"], [b"a", b"a", b"a"]]
     stopped = np.ones((4, 3), bool)
     stopped[0, 0] = stopped[1, 1] = stopped[2, 2] = False
-    out = group_statistics(rollout_of(groups, stopped), reward_PG)
+    out = group_statistics(host_of(rollout_of(groups, stopped)), reward_PG)
     known = [1.0, 0.0, 0.7, 0.7, 0.7, 2.0]
     assert out == {
         "reward": pytest.approx(np.mean(known)),
@@ -162,12 +211,12 @@ def test_group_statistics():
 def test_rounding_is_no_signal_at_any_size():
     groups = [[b"a", b"a"]] * 3
     reward_PG = np.array([[0.7, 0.7 + 1e-8], [1e6, 1e6 + 0.5], [1e6, 1e6 + 2]])
-    assert group_statistics(rollout_of(groups), reward_PG)["frac_zero_variance"] == pytest.approx(2 / 3)
+    assert group_statistics(host_of(rollout_of(groups)), reward_PG)["frac_zero_variance"] == pytest.approx(2 / 3)
 
 
 @pytest.mark.filterwarnings("error")
 def test_nothing_scorable_is_not_a_reward_of_zero():
-    out = group_statistics(rollout_of([[b"a", b"b"]]), np.full((1, 2), np.nan))
+    out = group_statistics(host_of(rollout_of([[b"a", b"b"]])), np.full((1, 2), np.nan))
     assert np.isnan(out["reward"])
     assert np.isnan(out["reward_std"])
     assert (out["frac_zero_variance"], out["unscorable"]) == (1.0, 1.0)
@@ -183,14 +232,17 @@ def params():
 
 @pytest.fixture(scope="module")
 def sampled(params, prompts):
-    return generate(MODEL, params, prompts, jax.random.key(0), group_size=2, max_new_tokens=5, top_k=9)
+    return generate(MODEL, params, prompts, jax.random.key(0), generation=Generation(2, 5, Sampling(top_k=9)))
 
 
 def test_scores_are_those_of_the_policy(params, sampled):
     """Under the sampling given, in chunks of any size; entropies if asked for, between 0 and log k."""
-    logp, entropy = score(MODEL, params, sampled, sampling=Sampling(top_k=9), with_entropy=True, chunk=3)
-    expected = completion_logp(MODEL, params, *sampled[:3], top_k=9)
+    sampling = Sampling(top_k=9)
+    logp, entropy = infer_logp(MODEL, params, sampled, sampling=sampling, with_entropy=True, logit_chunk=3)
+    expected = completion_logp(MODEL, params, *sampled[:3], sampling=sampling)
     np.testing.assert_allclose(logp, expected, atol=1e-5)
+    np.testing.assert_allclose(logp, sampled.logp_PGT, atol=1e-5)
+    assert infer_logp(MODEL, params, sampled, sampling=sampling)[1] is None
     assert entropy.min() > 0
     assert entropy.max() < np.log(9) + 1e-5
 
@@ -218,3 +270,94 @@ def test_the_objective_prepares_the_whole_batch_once(sampled):
     batch = assemble(objective, sampled, reward_PG, reward_T=jnp.full((4, 2, 5), 7.0))
     assert seen == [(4, 2)]
     np.testing.assert_array_equal(batch.samples.adv, [[6, 8]] * 4)
+
+
+def test_an_adaptive_objective_assembles_in_its_state(sampled):
+    """One program: the state is an argument of it."""
+
+    def bind(scale):
+        return grpo(beta=0.0)._replace(advantage=lambda reward_G: scale * reward_G)
+
+    objective = AdaptiveObjective(lambda: jnp.float32(1.0), bind, lambda state, metrics: state)
+    reward_PG = jnp.array([[0.0, 1.0]] * 4)
+    with compilations() as names:
+        for scale in (2.0, 5.0):
+            batch = assemble(objective, sampled, reward_PG, jnp.float32(scale))
+            np.testing.assert_array_equal(batch.samples.adv, scale * reward_PG)
+    assert names.count("assemble") == 1
+    np.testing.assert_array_equal(assemble(objective, sampled, reward_PG).samples.adv, reward_PG)
+
+
+def test_the_shapes_of_a_rollout_are_those_that_are_sampled(params, prompts):
+    generation = Generation(2, 5)
+    made = jax.eval_shape(lambda: generate(MODEL, params, prompts, jax.random.key(0), generation=generation))
+    assert rollout_shapes(4, 2, 12, 5) == made
+
+
+def test_prompts_of_several_batches_are_taken_as_one(sampled):
+    """With all that belongs to them: rows and updates too, and nothing of the others."""
+    first = sampled._replace(row_P=jnp.arange(4), update_P=jnp.zeros(4, jnp.int32))
+    second = jax.tree.map(lambda x: x[::-1], first)._replace(update_P=jnp.full(4, 7))
+    out = take_prompts([first, second], [4, 1, 6])
+    np.testing.assert_array_equal(out.row_P, [3, 1, 1])
+    np.testing.assert_array_equal(out.update_P, [7, 0, 7])
+    for got, whole in zip(out[1:5], first[1:5], strict=True):
+        np.testing.assert_array_equal(got, whole[np.array([3, 1, 1])])
+    np.testing.assert_array_equal(out.prompts.tokens_PS, first.prompts.tokens_PS[np.array([3, 1, 1])])
+    assert out.token_index_PN is None
+
+
+def scores_of(*rewards):
+    """The scores of prompts "0", "1", … whose groups have two completions."""
+    reward_PG = np.array(rewards, float)
+    count = range(len(rewards))
+    steps = [[[None], [((1, reward_PG[p, 1]),)]] for p in count]
+    texts = [[f"{p}", "x"] for p in count]
+    return GatheredScores(reward_PG, reward_PG[..., None], steps, [str(p) for p in count], texts)
+
+
+def test_scores_of_several_batches_are_taken_as_one():
+    first, second = scores_of([0.0, 1.0], [2.0, np.nan]), scores_of([5.0, 6.0])
+    out = take_scores([first, second], [2, 1])
+    np.testing.assert_array_equal(out.reward_PG, [[5, 6], [2, np.nan]])
+    np.testing.assert_array_equal(out.reward_PGN, out.reward_PG[..., None])
+    assert out.questions == ["0", "1"]
+    assert out.texts == [["0", "x"], ["1", "x"]]
+    assert out.steps_PGN[0] == second.steps_PGN[0]
+    assert type(out) is GatheredScores
+
+
+def test_what_a_process_owns_and_what_lies_on_its_devices():
+    """Prompts 1 to 3 of four lie here, 1 belongs to a process before this one."""
+    rollout = rollout_of([[b"a"], [b"bb"], [b"ccc"], [b"dddd"]], [[True], [False], [True], [False]])
+    rows = [{"answer": "2"}, {}]
+    here = np.array([1, 2, 3])
+    host = HostRollout(rows, rollout.tokens_PGT[1:], rollout.mask_PGT, rollout.stopped_PG, here, here[1:])
+    for mine, expected in ((host.owned(), [2, 3]), (host.local(), [1, 2, 3])):
+        for field in ("tokens_PGT", "mask_PGT", "stopped_PG"):
+            np.testing.assert_array_equal(getattr(mine, field), getattr(rollout, field)[expected])
+    scores = scores_of(*[[float(i)] * 2 for i in range(4)])
+    assert completion_rows(host, scores) == [
+        {"prompt": "2", "completion": "2", "reward": 2.0, "answer": "2"},
+        {"prompt": "2", "completion": "x", "reward": 2.0, "answer": "2"},
+        {"prompt": "3", "completion": "3", "reward": 3.0},
+        {"prompt": "3", "completion": "x", "reward": 3.0},
+    ]
+
+
+def test_a_completion_without_a_reward_is_told_as_none():
+    scores = GatheredScores(np.array([[np.nan]]), np.zeros((1, 1, 1)), [[[None]]], ["q"], [["a"]])
+    (row,) = completion_rows(host_of(rollout_of([[b"a"]])), scores)
+    assert row == {"prompt": "q", "completion": "a", "reward": None, "answer": "0"}
+
+
+def test_lengths_are_exchanged_in_place_of_masks():
+    rollout = rollout_of([[b"ab", b""], [b"a", b"abc"]], [[True, False], [True, True]])
+    mask_PGT, stopped_PG = lengths_and_stops(rollout, np.arange(2))
+    np.testing.assert_array_equal(mask_PGT, rollout.mask_PGT)
+    np.testing.assert_array_equal(stopped_PG, rollout.stopped_PG)
+
+
+def test_what_is_found_of_own_prompts_is_put_in_their_order():
+    found = of_all(np.array([2, 0, 1]), lambda: (["two", "zero", "one"], [2, 0, 1]))
+    assert found == [("zero", "one", "two"), (0, 1, 2)]

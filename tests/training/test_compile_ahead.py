@@ -39,7 +39,7 @@ def iterations(beta=0.0, **options):
     sizes = {"prompts_per_step": 2, "group_size": 7, "max_new_tokens": 8, "seed": 5, "prompt_length": 16, "steps": 6}
     return train(
         MODEL, MODEL.init(jax.random.key(0)), letters(train_size=10)._replace(reward=some_idle), ByteTokenizer(),
-        grpo(beta=beta), adamw(0.05, steps=6), **sizes | options,
+        grpo(beta=beta), adamw(0.05, total_updates=6), **sizes | options,
     )  # fmt: skip
 
 

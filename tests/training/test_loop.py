@@ -33,7 +33,7 @@ from toy import ascii_share, bigram, compilations, letters
 MODEL, TASK, BYTES = bigram(stop_share=0.7), letters(train_size=10), ByteTokenizer()
 P, G, T, STEPS, BUCKETS = 3, 4, 8, 6, 2
 PLAIN, WITH_KL = grpo(beta=0.0), grpo(beta=0.1)  # made once: a new objective is a new program
-SGD, STILL, ADAMW = optax.sgd(0.5), optax.sgd(0.0), adamw(0.05, steps=6)
+SGD, STILL, ADAMW = optax.sgd(0.5), optax.sgd(0.0), adamw(0.05, total_updates=6)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,7 +164,7 @@ def test_a_run_compiles_a_stated_number_of_programs(whole):
 def test_the_same_run_again_compiles_only_its_step(started, whole):
     """`step` belongs to a run; sampling, scoring and assembling are shared by all runs on the same model."""
     with compilations() as compiled:
-        next(started(WITH_KL, adamw(0.05, steps=STEPS)))
+        next(started(WITH_KL, adamw(0.05, total_updates=STEPS)))
     assert {name: compiled.count(name) for name in ("generate", "score", "assemble", "step")} == {
         "generate": 0, "score": 0, "assemble": 0, "step": 1,
     }  # fmt: skip

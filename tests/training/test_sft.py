@@ -29,7 +29,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def warmed(params):
-    optimizer = adamw(0.1, steps=20)
+    optimizer = adamw(0.1, total_updates=20)
     return [
         (jax.tree.map(jnp.copy, state), metrics)
         for state, metrics in warm_up(

@@ -15,6 +15,7 @@ from grpo_jax.inference.logprobs import completion_logp
 from grpo_jax.models import decoder
 from grpo_jax.objectives import (
     PRESETS,
+    AdaptiveObjective,
     Objective,
     batch_loss,
     clipped,
@@ -26,6 +27,7 @@ from grpo_jax.objectives import (
     reads,
     sequence_mean,
     standardize,
+    truncated_is,
 )
 from grpo_jax.options import Generation, OptionError, Sampling, Update
 from grpo_jax.training.batch import assemble, infer_logp
@@ -36,6 +38,7 @@ from grpo_jax.training.zero_variance import drop_zero_variance_groups, zero_adva
 from grpo_jax.types import Mean, Rollout, Sample
 
 from conftest import TINY, ragged
+from toy import compilations
 
 P, G, T = 4, 4, 6
 SGD = optax.sgd(0.1)
@@ -160,6 +163,111 @@ def test_the_samplers_log_probabilities_serve_as_the_old_ones(tiny_model, tiny_p
         np.testing.assert_allclose(step(init_state(tiny_params, SGD), shifted)[1]["ratio"], expected, atol=1e-4)
 
 
+@pytest.fixture(scope="module")
+def mixed(tiny_model, tiny_params, batch):
+    """A batch of which prompts 1 and 2 are of these parameters, after 3 updates, with log-probabilities that are not
+    the trainer's: off by 0.5 those of these parameters, by 2 those of older ones. And the trainer's own.
+    """
+    rollout, reward, _ = batch
+    own, _ = infer_logp(tiny_model, tiny_params, rollout)
+    update_P = jnp.array([2, 3, 3, 0], jnp.int32)
+    off = jnp.where(update_P == 3, 0.5, 2.0)[:, None, None]
+    rollout = rollout._replace(logp_PGT=jnp.where(rollout.mask_PGT, own - off, 0.0), update_P=update_P)
+    return rollout, reward, own
+
+
+def after_three(params):
+    return init_state(params, SGD)._replace(step=jnp.int32(3))
+
+
+def test_fresh_prompts_have_their_own_old_policy_and_older_ones_the_samplers(tiny_model, tiny_params, mixed):
+    """Mixed in one batch, also cut into micro-batches: the update with π_old put together by hand."""
+    rollout, reward, own = mixed
+    objective = grpo(beta=0.0, low=9.0, high=9.0)
+    data = assemble(objective, rollout, reward)
+    fresh = (rollout.update_P == 3)[:, None, None]
+    by_hand = jnp.where(fresh, own, rollout.logp_PGT)
+    hand_made = data._replace(samples=data.samples._replace(old_logp_T=by_hand))
+
+    def updated(data, **options):
+        step = jax.jit(make_train_step(tiny_model, objective, SGD, update=Update(**options)))
+        return step(after_three(tiny_params), data)
+
+    (auto, metrics), (expected, hand_metrics) = updated(data), updated(hand_made, old_logp="sampler")
+    chex.assert_trees_all_close(auto, expected, atol=1e-6)
+    tokens_P = rollout.mask_PGT.sum((1, 2))
+    share = float(tokens_P[1:3].sum() / tokens_P.sum())
+    np.testing.assert_allclose(metrics["ratio"], share + (1 - share) * np.exp(2.0), rtol=1e-5)
+    np.testing.assert_allclose(hand_metrics["ratio"], metrics["ratio"], rtol=1e-5)
+    # Not diluted: the mean is over the tokens that these parameters sampled.
+    np.testing.assert_allclose(metrics["sampler_logp_diff"], 0.5, rtol=1e-5)
+    np.testing.assert_allclose(metrics["frac_fresh"], share, rtol=1e-6)
+    parts, part_metrics = updated(data, microbatches=2, group_microbatches=2)
+    chex.assert_trees_all_close((parts, part_metrics), (auto, metrics), atol=1e-5, rtol=1e-5)
+    for other in ("sampler", "first_epoch"):
+        moved, other_metrics = updated(data, old_logp=other)
+        assert abs(float(other_metrics["ratio"] - metrics["ratio"])) > 0.1, other
+        np.testing.assert_allclose(other_metrics["sampler_logp_diff"], 0.5, rtol=1e-5)
+
+
+def test_dropped_groups_and_older_prompts_do_not_dilute_the_samplers_difference(tiny_model, tiny_params, mixed):
+    """Of three prompts one is fresh, and the fourth is left out: the difference stays that of the fresh one."""
+    rollout, reward, _ = mixed
+    objective = grpo(beta=0.0)
+    data = assemble(objective, rollout, reward.at[1].set(0.7))
+    less = drop_zero_variance_groups(objective, data, (1, 2, 3))
+    np.testing.assert_array_equal(less.rollout.update_P, [2, 3, 0])
+    step = jax.jit(make_train_step(tiny_model, objective, SGD))
+    (_, whole), (_, metrics) = step(after_three(tiny_params), data), step(after_three(tiny_params), less)
+    for found in (whole, metrics):
+        np.testing.assert_allclose(found["sampler_logp_diff"], 0.5, rtol=1e-5)
+    tokens_P = rollout.mask_PGT.sum((1, 2))
+    np.testing.assert_allclose(metrics["frac_fresh"], tokens_P[2] / tokens_P[jnp.array([0, 2, 3])].sum(), rtol=1e-6)
+    _, later = step(after_three(tiny_params)._replace(step=jnp.int32(4)), data)
+    assert float(later["frac_fresh"]) == 0
+    assert float(later["sampler_logp_diff"]) == 0, "nothing to compare"
+
+
+def test_an_objective_that_corrects_for_the_sampler_has_its_own_old_policy(tiny_model, tiny_params, mixed):
+    """Also for prompts of an older policy: the correction's ratio is that of π_old to the sampler."""
+    rollout, reward, _ = mixed
+    objective = truncated_is(grpo(beta=0.0))
+    step = jax.jit(make_train_step(tiny_model, objective, SGD))
+    _, metrics = step(after_three(tiny_params), assemble(objective, rollout, reward))
+    assert float(metrics["ratio"]) == 1.0
+
+
+def test_who_sampled_is_unknown_without_the_updates_of_its_policy(tiny_model, tiny_params, mixed):
+    """Then π_old is what the batch says, and every token is compared with the sampler's."""
+    rollout, reward, _ = mixed
+    objective = grpo(beta=0.0, low=9.0, high=9.0)
+    data = assemble(objective, rollout._replace(update_P=None), reward)
+    step = jax.jit(make_train_step(tiny_model, objective, SGD))
+    expected = jax.jit(make_train_step(tiny_model, objective, SGD, update=Update(old_logp="sampler")))
+    _, metrics = updated = step(after_three(tiny_params), data)
+    chex.assert_trees_all_equal(updated, expected(after_three(tiny_params), data))
+    assert "frac_fresh" not in metrics
+    tokens_P = rollout.mask_PGT.sum((1, 2))
+    mean = float((tokens_P * jnp.array([2.0, 0.5, 0.5, 2.0])).sum() / tokens_P.sum())
+    np.testing.assert_allclose(metrics["sampler_logp_diff"], mean, rtol=1e-5)
+
+
+def test_an_adaptive_objectives_state_is_an_argument(tiny_model, tiny_params, batch):
+    """A β that moves is a number and no new program: the update of each is that of the objective with it."""
+    rollout, reward, ref = batch
+    adaptive = AdaptiveObjective(lambda: jnp.float32(0.0), lambda beta: grpo(beta=beta), lambda beta, metrics: beta)
+    step = jax.jit(make_train_step(tiny_model, adaptive, SGD))
+    with compilations() as names:
+        for beta in (0.0, 0.3):
+            data = assemble(adaptive, rollout, reward, jnp.float32(beta), ref_logp_T=ref)
+            got, metrics = step(init_state(tiny_params, SGD), data, jnp.float32(beta))
+            plain = jax.jit(make_train_step(tiny_model, grpo(beta=beta), SGD))
+            wanted, wanted_metrics = plain(init_state(tiny_params, SGD), assembled(grpo(beta=beta), batch))
+            chex.assert_trees_all_close(got, wanted, atol=1e-6, rtol=1e-5)
+            np.testing.assert_allclose(metrics["loss"], wanted_metrics["loss"], atol=1e-6)
+    assert names.count("step") == 3, "one for both of the adaptive objective, and one for each fixed one"
+
+
 def test_masked_garbage_changes_nothing(tiny_model, tiny_params, batch):
     """Law: ±1e4, ±inf and NaN in masked places of every array that the loss reads, and any token ids there."""
     objective = grpo(beta=0.1)
@@ -216,7 +324,8 @@ def test_epochs_update_with_the_old_policy_fixed(tiny_model, tiny_params, batch)
     objective = grpo(beta=0.0)
     data = assembled(objective, batch)
     one = jax.jit(make_train_step(tiny_model, objective, SGD))
-    twice, metrics = jax.jit(make_train_step(tiny_model, objective, SGD, update=Update(epochs=2)))(init_state(tiny_params, SGD), data)
+    two = jax.jit(make_train_step(tiny_model, objective, SGD, update=Update(epochs=2)))
+    twice, metrics = two(init_state(tiny_params, SGD), data)
     first, first_metrics = one(init_state(tiny_params, SGD), data)
     second, second_metrics = one(first, data)
     chex.assert_trees_all_close(twice.params, second.params, atol=1e-6)
@@ -248,7 +357,7 @@ def test_bfloat16_weights_sum_gradients_in_float32(prompts, optimized):
 
 def test_state_can_be_donated(tiny_model, tiny_params, batch):
     """All of the state's buffers are reused for the new state."""
-    optimizer = adamw(1e-3, steps=10)
+    optimizer = adamw(1e-3)
     state = init_state(tiny_params, optimizer)
     step = jax.jit(make_train_step(tiny_model, grpo(beta=0.0), optimizer), donate_argnums=0)
     compiled = step.lower(state, assembled(grpo(beta=0.0), batch)).compile()
@@ -260,7 +369,7 @@ def test_one_gradient_exists_at_once(prompts, optimized):
     """Neither the division by the weight nor the clip makes a second one: what is left besides it is small."""
     wide = decoder(dataclasses.replace(TINY, hidden_size=256, intermediate_size=1024, num_hidden_layers=8))
     params = jax.jit(wide.init)(jax.random.key(0))
-    optimizer, objective = adamw(1e-3, steps=9, clip_norm=1.0), grpo()
+    optimizer, objective = adamw(1e-3, clip_norm=1.0), grpo()
     shape = jnp.zeros((P, G, T))
     batch = assemble(objective, rollout_of(prompts), jnp.zeros((P, G)), ref_logp_T=shape)
     step = jax.jit(make_train_step(wide, objective, optimizer), donate_argnums=0)
@@ -311,25 +420,44 @@ def test_an_uneven_cut_is_refused(batch):
         cut(data, 3, 1)
 
 
-def test_adamw_follows_its_schedule_and_spares_norms():
-    params = {"q": jnp.ones((2, 2)), "input_norm": jnp.ones(2), "q_bias": jnp.ones(2)}
-    optimizer = adamw(0.1, steps=10, warmup_steps=2, schedule="linear", weight_decay=0.5, clip_norm=None)
-    state, rates, zero = optimizer.init(params), [], jax.tree.map(jnp.zeros_like, params)
-    for _ in range(10):
+def rates_of(optimizer, count):
+    params = {"q": jnp.ones((2, 2))}
+    state = optimizer.init(params)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    rates = []
+    for _ in range(count):
         _, state = optimizer.update(zero, state, params)
         rates.append(float(optax.tree_utils.tree_get(state, "hyperparams")["learning_rate"]))
-    np.testing.assert_allclose(rates, [0.05, 0.1, *(0.1 * (1 - i / 8) for i in range(8))], atol=1e-6)
+    return rates
+
+
+LINEAR = {"lr_warmup": 2, "schedule": "linear", "weight_decay": 0.5, "clip_norm": None}
+
+
+def test_adamw_follows_its_schedule_and_spares_norms():
+    params = {"q": jnp.ones((2, 2)), "input_norm": jnp.ones(2), "q_bias": jnp.ones(2)}
+    optimizer = adamw(0.1, total_updates=10, **LINEAR)
+    expected = [0.05, 0.1, *(0.1 * (1 - i / 8) for i in range(8))]
+    np.testing.assert_allclose(rates_of(optimizer, 10), expected, atol=1e-6)
+    zero = jax.tree.map(jnp.zeros_like, params)
     first, _ = optimizer.update(zero, optimizer.init(params), params)
     np.testing.assert_allclose(first["q"], -0.05 * 0.5)
     assert not np.any(first["input_norm"])
     assert not np.any(first["q_bias"])
 
 
+def test_adamw_of_a_run_of_unknown_length_is_a_function_of_it():
+    known, unknown = adamw(0.1, total_updates=10, **LINEAR), adamw(0.1, **LINEAR)
+    assert rates_of(unknown(10), 10) == rates_of(known, 10)
+    constant = adamw(0.1, lr_warmup=4)
+    np.testing.assert_allclose(rates_of(constant, 6), [0.025, 0.05, 0.075, 0.1, 0.1, 0.1], atol=1e-6)
+
+
 @pytest.mark.parametrize(("clip", "expected"), [(1.0, 1.0), (None, 300.0)])
 def test_adamw_clips_the_global_norm(clip, expected):
     """Adam's first moment after one update is (1 − b1) times the gradient it was given."""
     params, gradient = {"a": jnp.zeros(9)}, {"a": jnp.full(9, 100.0)}
-    optimizer = adamw(0.1, steps=2, clip_norm=clip, b1=0.9)
+    optimizer = adamw(0.1, clip_norm=clip, b1=0.9)
     _, state = optimizer.update(gradient, optimizer.init(params), params)
     np.testing.assert_allclose(optax.tree.norm(optax.tree_utils.tree_get(state, "mu")), 0.1 * expected, rtol=1e-5)
 
@@ -338,15 +466,15 @@ def test_adamw_clips_the_global_norm(clip, expected):
     ("wrong", "message"),
     [
         ({"schedule": "cosin"}, "schedule must be one of"),
-        ({"warmup_steps": 11}, "warmup_steps must be between 0 and the 10 updates"),
-        ({"weight_decay": -1.0}, "weight_decay must be at least 0"),
+        ({"lr_warmup": -1}, "lr_warmup must be an integer of at least 0, got -1"),
+        ({"weight_decay": -1.0}, "weight_decay must be a finite number of at least 0, got -1.0"),
         ({"clip_norm": 0.0}, "clip_norm must be above 0"),
-        ({"learning_rate": -1.0}, "learning_rate must be at least 0"),
+        ({"learning_rate": -1.0}, "learning_rate must be a finite number of at least 0, got -1.0"),
     ],
 )
 def test_bad_optimiser_options_are_named(wrong, message):
-    with pytest.raises(ValueError, match=message):
-        adamw(**{"learning_rate": 1e-3, "steps": 10} | wrong)
+    with pytest.raises(OptionError, match=f"^{message}"):
+        adamw(**{"learning_rate": 1e-3} | wrong)
 
 
 def packed_batch(data, fractions=FRACTIONS):
@@ -375,7 +503,8 @@ def test_packing_computes_fewer_tokens(tiny_params, batch):
     rollout, reward, ref = batch
     rollout = rollout._replace(mask_PGT=jnp.arange(T) < jnp.arange(1, 5)[:, None] + jnp.zeros((P, 1, 1), int))
     data = assembled(objective, (rollout, reward, ref))
-    step = jax.jit(make_train_step(decoder(TINY, remat="none", scan=False), objective, SGD, update=Update(logit_chunk=10_000)))
+    model = decoder(TINY, remat="none", scan=False)
+    step = jax.jit(make_train_step(model, objective, SGD, update=Update(logit_chunk=10_000)))
     flops = lambda data: step.lower(init_state(tiny_params, SGD), data).compile().cost_analysis()["flops"]
     whole, packed = flops(data), flops(packed_batch(data))
     assert packed < 0.75 * whole

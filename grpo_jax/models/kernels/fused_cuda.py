@@ -94,9 +94,8 @@ def _backward(q, k, v, length_B, causal, out, lse, g):
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
     lengths, options = _options(q, length_B, causal)
-    if (
-        "score_mod" in inspect.signature(cudnn._dot_product_attention_bwd_rule).parameters
-    ):  # JAX 0.12
+    # An argument that JAX 0.12 added.
+    if "score_mod" in inspect.signature(cudnn._dot_product_attention_bwd_rule).parameters:
         options["score_mod"] = None
     bias = offsets = pages = (jnp.zeros(0, q.dtype),)
     return cudnn._dot_product_attention_bwd_p_wrapper.bind(

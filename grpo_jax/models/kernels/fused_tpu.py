@@ -37,9 +37,8 @@ class Together(masks.Mask):
 
     @property
     def _lead(self) -> int:
-        return max(
-            self.S - self.T, 0
-        )  # so that offsets are positive in a prompt that is longer than a completion
+        # So that offsets are positive in a prompt that is longer than a completion.
+        return max(self.S - self.T, 0)
 
     @property
     def _bits(self) -> int:
@@ -52,9 +51,8 @@ class Together(masks.Mask):
         return (part << self._bits | row - self._start(part) + self._lead).astype(np.int32)
 
     def _start(self, part):
-        return (
-            self.S + (part - 1) * self.T
-        )  # of part 0, the prompt, T before its end: j < S decides there
+        # Of part 0, the prompt, T before its end: j < S decides there.
+        return self.S + (part - 1) * self.T
 
     def mask_function(self, query, key):
         start = self._start(query >> self._bits)
@@ -79,9 +77,8 @@ def _kernel(
     mask: Together, heads: int, block: int, interpret: bool
 ) -> splash.SplashAttentionKernel:
     sizes = splash.BlockSizes(*[block] * 8)
-    with (
-        jax.ensure_compile_time_eval()
-    ):  # its tables of blocks are constants, also where this is traced
+    # Its tables of blocks are constants, also where this is traced.
+    with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha(
             masks.MultiHeadMask([mask] * heads),
             block_sizes=sizes,
@@ -94,12 +91,20 @@ def _kernel(
 
 
 def attend_together(
-    q_KPRhd: Array, k_KPRd: Array, v_KPRd: Array, mask_PS: Array, *, T: int, interpret: bool = False
+    q_KPRhd: Array,
+    k_KPRd: Array,
+    v_KPRd: Array,
+    mask_PS: Array,
+    *,
+    T: int,
+    interpret: bool = False,
+    mask: type[Together] = Together,
 ) -> Array:
     """Attention of P prompts, each with its group's completions of T rows behind it: `[K, P, R, h,
     d]`, R = S + G·T.
 
-    h query heads share a key head. `interpret` runs the kernel's program on any device, slowly.
+    h query heads share a key head. `interpret` runs the kernel's program on any device, slowly;
+    `mask` says which rows see which.
     """
     K, P, R, h, d = q_KPRhd.shape
     S = mask_PS.shape[1]
@@ -109,7 +114,7 @@ def attend_together(
     q_PHRd = rows((q_KPRhd * d**-0.5).transpose(1, 0, 3, 2, 4)).reshape(P, K * h, padded, d)
     k_PKRd, v_PKRd = (rows(y.swapaxes(0, 1)) for y in (k_KPRd, v_KPRd))
     real_PR = jnp.pad(mask_PS, ((0, 0), (0, padded - S)), constant_values=True).astype(jnp.int32)
-    kernel = _kernel(Together(S, T, padded), K * h, block, interpret)
+    kernel = _kernel(mask(S, T, padded), K * h, block, interpret)
     attend = lambda q, k, v, real: kernel(q, k, v, segment_ids=splash.SegmentIds(real, real))
     # XLA's text of a program says nothing of what a kernel does: `hlo` reads it here.
     blocks = np.count_nonzero(kernel.fwd_mask_info.block_mask[0])

@@ -13,11 +13,11 @@ from grpo_jax.inference.critic import Critic, value_network
 from grpo_jax.inference.tokenizer import Tokenizer, load_tokenizer
 from grpo_jax.models import LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
-from grpo_jax.options import OptionError
 from grpo_jax.parallel.backends import SINGLE, Devices, pmapped, sharded
 from grpo_jax.parallel.memory import remat_by_memory
 from grpo_jax.parallel.sharding import make_mesh, mesh_sizes
 from grpo_jax.tasks import TASKS, Task
+from grpo_jax.training.checks import check_positions
 from grpo_jax.training.optimizers import adamw
 from grpo_jax.training.stages import Stages, make_stages, prompt_width
 from grpo_jax.types import Params
@@ -44,11 +44,11 @@ def build(config: TrainConfig) -> Components:
     They are still on the host where a mesh will spread them: a model may be larger than a device.
     """
     task = task_of(config)
-    tokenizer = load_tokenizer("bytes" if config.model == TINY else config.model)
+    tokenizer = tokenizer_of(config)
     with on_host(config.mesh is not None):
         model, params = model_of(config, tokenizer)
     length = config.batching.prompt_length or prompt_width(task, tokenizer)
-    check_positions(config, model, length)
+    check_positions(model, length, config.generation.max_new_tokens)
     devices = devices_of(config, model)
     remat = remat_of(config, model, params, length, devices)
     model = devices.for_training(decoder(model.config, remat=remat, scan=config.model != TINY))
@@ -96,6 +96,12 @@ def task_of(config: TrainConfig) -> Task:
     return task
 
 
+def tokenizer_of(config: TrainConfig) -> Tokenizer:
+    if config.model == TINY:
+        return load_tokenizer("bytes")
+    return load_tokenizer(config.model, **config.template_options())
+
+
 def objective_of(config: TrainConfig) -> Objective:
     return PRESETS[config.objective](**config.objective_options())
 
@@ -111,18 +117,6 @@ def model_of(config: TrainConfig, tokenizer: Tokenizer) -> tuple[LanguageModel, 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     options = config.optimizer._asdict()
     return adamw(total_updates=config.steps * config.update.epochs, **options)
-
-
-def check_positions(config: TrainConfig, model: LanguageModel, prompt_length: int) -> None:
-    """Raises an `OptionError` where prompts and completions do not fit the model's positions."""
-    limit = getattr(model.config, "max_position_embeddings", None)
-    most = config.generation.max_new_tokens
-    if limit is not None and prompt_length + most > limit:
-        raise OptionError(
-            "max_new_tokens",
-            f"({most}) and prompts of up to {prompt_length} tokens do not fit the model's {limit} "
-            "positions",
-        )
 
 
 def on_host(there: bool) -> AbstractContextManager:

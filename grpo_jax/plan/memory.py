@@ -1,0 +1,137 @@
+"""What lies in a device's memory besides what a program is given, and what it must read of it.
+
+Left out on purpose: what a program itself needs; its compiler tells (see `plan`).
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+
+from grpo_jax.models import LanguageModel
+from grpo_jax.parallel.backends import Program
+from grpo_jax.plan.listed import SAMPLE, Listed
+from grpo_jax.types import Params
+
+# Kinds of programs whose first argument is a part of what lives on the devices all the time.
+TAKES_STATE = ("step", "logp", "entropy", "values")
+
+
+def bytes_per_device(shapes: Any) -> int:
+    """Bytes that one device holds of a tree of shapes with shardings."""
+
+    def held(x: jax.ShapeDtypeStruct) -> int:
+        part = jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype)
+        return part.size * part.dtype.itemsize
+
+    return sum(map(held, jax.tree.leaves(shapes)))
+
+
+class Held(NamedTuple):
+    """Bytes on a device of what lasts longer than a program.
+
+    `state` is the train state with a critic's part, `reference` the reference, moving or not, and
+    `queue` what was sampled ahead. `shared` are those of the sampler's weights that are the very
+    arrays of the state; its copies of the others are there only while it samples.
+    """
+
+    state: int
+    reference: int
+    queue: int
+    shared: int
+
+    @property
+    def everything(self) -> int:
+        return self.state + self.reference + self.queue
+
+    def beside(self, kind: str, program: Program) -> int:
+        """Bytes that stay on a device besides the arguments of a program of that kind."""
+        if kind == "supervised":  # before the run has a state
+            return 0
+        if kind in SAMPLE:
+            return self.everything - self.shared
+        if kind in TAKES_STATE:
+            _, first, *_ = program.args[0]
+            return self.everything - bytes_per_device(first)
+        return self.everything
+
+
+def shared_bytes(policy: Params, served: Params) -> int:
+    """Bytes of the sampler's weights that lie as they lie in training."""
+    return bytes_per_device(
+        [after for before, after in pairs(policy, served) if lies_as(before, after)]
+    )
+
+
+def pairs(policy: Params, served: Params) -> Sequence[tuple]:
+    """Each parameter in the layout of training and in that of the sampler."""
+    return list(zip(*map(jax.tree.leaves, (policy, served)), strict=True))
+
+
+def lies_as(before: jax.ShapeDtypeStruct, after: jax.ShapeDtypeStruct) -> bool:
+    return before.sharding.is_equivalent_to(after.sharding, before.ndim)
+
+
+def layout_of_largest(policy: Params, served: Params) -> tuple[Program, int] | None:
+    """The change of layout that needs most, of one parameter, and what lies beside it.
+
+    Parameters change one after another. Beside the one lie the copies of all others, in the
+    sampler's layout, and the state without the one. None where no parameter moves.
+    """
+    moved = [pair for pair in pairs(policy, served) if not lies_as(*pair)]
+    if not moved:
+        return None
+    before, after = max(moved, key=lambda pair: bytes_per_device(pair[1]))
+    copied = bytes_per_device([weight for _, weight in moved])
+    beside = copied - bytes_per_device(after) - bytes_per_device(before)
+    jitted = jax.jit(lambda x: x, out_shardings=after.sharding)
+
+    def lower(platforms: tuple[str, ...] = ()) -> jax.stages.Lowered:
+        return jitted.trace(before).lower(lowering_platforms=platforms or None)
+
+    described = ("layout", {}, (({}, before), {}), after)
+    return Program(*described, lambda: lower().compile(), lower), beside
+
+
+def held_in_training(params: Params, parts: int) -> int:
+    """Bytes of a device that `parallel.memory.memory_for_training` sets aside, of shapes."""
+    sizes = [(x.size, x.size * x.dtype.itemsize) for x in jax.tree.leaves(params)]
+    return sum(4 * size + 4 * entries for entries, size in sizes) // parts
+
+
+def sampling_bound(
+    model: LanguageModel,
+    policy: Params,
+    served: Params,
+    devices: int,
+    own_bytes: int,
+    sampler: Listed,
+) -> float:
+    """Bytes that a device must at least read from its memory to sample to the length limit.
+
+        steps · max(0, weights + caches − own)
+
+    Every token step reads all matrices and all caches, and no more than the memory on the chip
+    holds can still be there from the step before. Caches are spread over all devices at best.
+
+    Args:
+      model: the policy.
+      policy: its parameters, as shapes.
+      served: the parameters as the sampler holds them, with shardings.
+      devices: the number of devices.
+      own_bytes: memory on the chip itself, of a device.
+      sampler: the program, with its `generation` among its options.
+    """
+    generation = sampler.options["generation"]
+    T = generation.max_new_tokens
+    array = partial(jax.ShapeDtypeStruct, (sampler.sizes["prompt_length"],))
+    own = jax.eval_shape(lambda: model.empty(T))
+    _, cache = jax.eval_shape(model.prefill, policy, array("int32"), array("bool"))
+    size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    of_prompt = generation.slots * size(own) + size(cache)
+    caches = sampler.sizes["prompts"] * of_prompt / devices
+    # Of a table of embeddings that is not the head too, a step reads a few rows.
+    read = {k: v for k, v in served.items() if k != "embed" or "head" not in served}
+    rounds = -(-generation.group_size // generation.slots)
+    return rounds * (T - 1) * max(0.0, bytes_per_device(read) + caches - own_bytes)
