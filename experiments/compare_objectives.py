@@ -293,6 +293,7 @@ def memory_of_update(stages: Stages, state: RunState, task: Task) -> dict[str, i
     Its completions have one length: there is one update.
     """
     (update,) = (p for p in programs_of(stages, state, task) if p.name == "step")
+    update.compile()  # the iterations then run what is measured here
     needs = update.lower().compile().memory_analysis()
     return {
         "arguments": needs.argument_size_in_bytes,

@@ -15,35 +15,43 @@ import os
 import re
 import sys
 import time
-from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 # JAX's plugin asks the driver for its version and gives up without one.
 os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
 
 import jax
-import jax.numpy as jnp
 import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.benchmark.with_grpo_jax import COMPACT
-from experiments.benchmark.workloads import SHAPES, WORKLOADS, Workload, named
-from grpo_jax.inference.generate import generate
+from experiments.benchmark.with_grpo_jax import (
+    Ids,
+    batching_of,
+    generation_of,
+    given_rewards,
+    update_of,
+)
+from experiments.benchmark.workloads import SHAPES, WORKLOADS, Workload, make_inputs, named
+from grpo_jax.components import Components
 from grpo_jax.models import DecoderConfig, LanguageModel, decoder
 from grpo_jax.models.kernels import fused_cuda
 from grpo_jax.objectives import grpo
-from grpo_jax.training.batch import assemble, rollout_shapes
+from grpo_jax.parallel.backends import Program, sharded
+from grpo_jax.parallel.sharding import make_mesh
+from grpo_jax.plan.programs import on_shapes, state_shapes
+from grpo_jax.training.batch import rollout_shapes
 from grpo_jax.training.optimizers import adamw
-from grpo_jax.training.train_step import init_state, make_train_step
+from grpo_jax.training.stages import make_stages, programs
 
 # NVIDIA's data sheet of the H200 and CUDA's limits of compute capability 9.0, as XLA's
 # `GpuTargetConfigProto`.
 H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
-  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
   registers_per_core_limit: 65536 registers_per_block_limit: 65536
   block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
   core_count: 132 fpus_per_core: 128 clock_rate_ghz: 1.98 l2_cache_size: 52428800
@@ -59,7 +67,7 @@ dnn_version_info { major: %d minor: %d }
 OPTIONS = {"xla_gpu_enable_triton_gemm": False}
 
 
-class Program(NamedTuple):
+class Compiled(NamedTuple):
     """One compiled program; `attention` counts cuDNN's calls in it, forward and backward."""
 
     workload: str
@@ -88,53 +96,70 @@ def described_gpu() -> jax.Device:
     ).devices[0]
 
 
-def train_step(model: LanguageModel, work: Workload) -> tuple[Any, tuple]:
-    """The jitted update of a workload and the shapes of its arguments; groups without a gradient
-    are left out.
+STOP_ID = 0
+
+
+def components_of(model: LanguageModel, work: Workload, device: jax.Device) -> Components:
+    """What a workload is trained with on one device, which may not be there."""
+    devices = on_shapes(sharded(make_mesh(devices=[device])))
+    size = model.config.vocab_size
+    tokenizer = Ids(size, (STOP_ID,) if work.ragged else ())
+    return Components(
+        model=model,
+        params=jax.eval_shape(model.init, jax.random.key(0)),
+        tokenizer=tokenizer,
+        task=given_rewards(tokenizer, make_inputs(work, size, STOP_ID)),
+        objective=grpo(low=0.2, high=0.2, beta=work.beta),
+        optimizer=adamw(1e-6),
+        critic=None,
+        update_reference=None,
+        prompt_length=work.prompt_length,
+        # Which attention trains is the caller's choice, and not that of the device.
+        devices=devices._replace(for_training=lambda model: model),
+    )
+
+
+def workload_programs(
+    model: LanguageModel, work: Workload, device: jax.Device
+) -> tuple[Program, Program]:
+    """The sampler and the update of a workload, on shapes: of completions of full length, and of
+    the groups that have a gradient.
     """
-    objective = grpo(low=0.2, high=0.2, beta=work.beta)
-    optimizer = adamw(1e-6, total_updates=10**6)
-    P = round(work.prompts * (1 - work.equal))
-    G = work.group_size
-    T = work.max_new_tokens
-    state = jax.eval_shape(lambda: init_state(model.init(jax.random.key(0)), optimizer))
-    fields = {"ref_logp_T": jax.ShapeDtypeStruct((P, G, T), jnp.float32)} if work.beta else {}
-    reward = jax.ShapeDtypeStruct((P, G), jnp.float32)
-    batch = jax.eval_shape(
-        partial(assemble, objective), rollout_shapes(P, G, work.prompt_length, T), reward, **fields
+    parts = components_of(model, work, device)
+    generation = generation_of(work)
+    stages = make_stages(
+        parts.model,
+        parts.task,
+        parts.tokenizer,
+        parts.objective,
+        parts.optimizer,
+        generation=generation,
+        update=update_of(work),
+        batching=batching_of(work)._replace(length_buckets=1, pack_tokens=False),
+        devices=parts.devices,
     )
-    step = make_train_step(model, objective, optimizer, microbatches=work.microbatches)
-    return jax.jit(step, donate_argnums=0), (state, batch)
+    sizes = work.prompts, work.group_size, work.prompt_length, work.max_new_tokens
+    prompts = parts.devices.put("rows", rollout_shapes(*sizes).prompts)
+    found = programs(stages, state_shapes(stages, parts), prompts, functions=1)
+    (sampler,) = (one for one in found if one.name == "generate")
+    trained = round(work.prompts * (1 - work.equal))
+    (update,) = (one for one in found if one.name == "step" and prompts_in(one) == trained)
+    return sampler, update
 
 
-def sampler(model: LanguageModel, work: Workload) -> tuple[Any, tuple]:
-    """The jitted sampler of a workload and the shapes of its arguments."""
-    sample = partial(
-        generate,
-        model,
-        group_size=work.group_size,
-        max_new_tokens=work.max_new_tokens,
-        stop_ids=(0,) if work.ragged else (),
-        compact=COMPACT if work.ragged else 0,
-    )
-    key = jax.eval_shape(lambda: jax.random.key(0))
-    prompts = rollout_shapes(
-        work.prompts, work.group_size, work.prompt_length, work.max_new_tokens
-    ).prompts
-    return jax.jit(sample), (jax.eval_shape(model.init, key), prompts, key)
+def prompts_in(update: Program) -> int:
+    """How many prompts an update takes."""
+    (_, _, batch, _), _ = update.args
+    return batch.samples.mask_T.shape[0]
 
 
-def compile_for(gpu: jax.Device, workload: str, name: str, function: Any, shapes: tuple) -> Program:
-    there = jax.sharding.SingleDeviceSharding(gpu)
-    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
+def compile_for_cuda(workload: str, name: str, program: Program) -> Compiled:
     began = time.perf_counter()
-    compiled = (
-        function.trace(*args).lower(lowering_platforms=("cuda",)).compile(compiler_options=OPTIONS)
-    )
+    compiled = program.lower(platforms=("cuda",)).compile(compiler_options=OPTIONS)
     seconds = time.perf_counter() - began
     memory = compiled.memory_analysis()
     ways = re.findall(r'custom_call_target="__cudnn\$fmhaSoftmax(Backward)?"', compiled.as_text())
-    return Program(
+    return Compiled(
         workload,
         name,
         memory.argument_size_in_bytes,
@@ -156,7 +181,7 @@ class Options:
     """File for the figures."""
 
 
-def main(options: Options) -> list[Program]:
+def main(options: Options) -> list[Compiled]:
     if options.shape not in SHAPES:
         raise ValueError(f"--shape must be one of {', '.join(SHAPES)}, got {options.shape}")
     gpu = described_gpu()
@@ -166,13 +191,15 @@ def main(options: Options) -> list[Program]:
     found = []
     for workload in named(options.workloads, tuple(WORKLOADS), "--workloads"):
         work = WORKLOADS[workload]
-        for name, (function, shapes) in {
-            "train step": train_step(fused, work),
-            "train step, einsums": train_step(plain, work),
-            "sampler": sampler(plain, work),
+        _, update = workload_programs(fused, work, gpu)
+        sampler, with_einsums = workload_programs(plain, work, gpu)
+        for name, program in {
+            "train step": update,
+            "train step, einsums": with_einsums,
+            "sampler": sampler,
         }.items():
             with console.status(f"{workload}: {name}"):
-                found.append(compile_for(gpu, workload, name, function, shapes))
+                found.append(compile_for_cuda(workload, name, program))
     table = Table(
         "workload", "program", "arguments GB", "temporaries GB", "calls of cuDNN", "compiled in"
     )
@@ -180,9 +207,8 @@ def main(options: Options) -> list[Program]:
         calls = "{} + {}".format(*one.attention)
         sizes = f"{one.argument_bytes / 1e9:.2f}", f"{one.temp_bytes / 1e9:.2f}"
         table.add_row(one.workload, one.name, *sizes, calls, f"{one.compile_seconds:.0f} s")
-    console.print(
-        f"{options.shape}, bfloat16, --remat {options.remat}, for {gpu.device_kind}, jax {jax.__version__}"
-    )
+    told = f"{options.shape}, bfloat16, --remat {options.remat}, for {gpu.device_kind}"
+    console.print(f"{told}, jax {jax.__version__}")
     console.print(table)
     if options.json is not None:
         options.json.write_text(json.dumps([one._asdict() for one in found], indent=2) + "\n")

@@ -25,7 +25,7 @@ from grpo_jax.config import (
 )
 from grpo_jax.options import OptionError, Sampling, whole
 from grpo_jax.parallel.processes import ProcessError
-from grpo_jax.plan.plan import PlanConfig
+from grpo_jax.plan.config import PlanConfig
 
 RUNS = "runs"
 # Options that change no number of a run that is resumed.
@@ -63,8 +63,8 @@ TRL_NAMES = {
     "ref_model_sync_steps": "--ref-every",
     "ref_model_mixup_alpha": "--ref-ema",
     "gradient_checkpointing": "--remat",
-    "bf16": "--dtype bfloat16",
-    "torch_dtype": "--dtype",
+    "bf16": "--compute-dtype bfloat16",
+    "torch_dtype": "--param-dtype and --compute-dtype",
     "num_completions_to_print": "--log-completions",
     "steps_per_generation": "--epochs or --max-staleness",
 }
@@ -348,9 +348,25 @@ def plan(command: Plan) -> None:
 
 def given_model(arguments: list[str], usual: str) -> str:
     """The --model among the arguments: what the other options' defaults depend on."""
+    return given_value(arguments, "model", usual)
+
+
+def given_slice(arguments: list[str]) -> dict[str, Any]:
+    """What the defaults of a plan depend on besides the model, where it is among the arguments."""
+    if arguments[:1] != ["plan"]:
+        return {}
+    names = ("topology", "mesh", "microbatches")
+    found = {name: given_value(arguments, name, None) for name in names}
+    if (cuts := found.pop("microbatches")) and cuts.isdecimal():
+        found["microbatches"] = int(cuts)
+    return {name: value for name, value in found.items() if value}
+
+
+def given_value(arguments: list[str], option: str, usual: str | None) -> str | None:
+    """The text that is given for an option, before the arguments are parsed."""
     for place, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
-        if name == "--model":
+        if name == flag(option):
             return value if equals else next(iter(arguments[place + 1 :]), usual)
     return usual
 
@@ -369,11 +385,12 @@ def check_trl_names(arguments: list[str]) -> None:
 def parsed(arguments: list[str]) -> Any:
     """The command that the arguments say."""
     model = given_model(arguments, TINY)
+    plan_defaults = Plan.suited(model, **given_slice(arguments))
     commands = (
         Annotated[Train, tyro.conf.subcommand("train", default=Train.suited(model))]
         | Annotated[Eval, tyro.conf.subcommand("eval")]
         | Annotated[Sample, tyro.conf.subcommand("sample")]
-        | Annotated[Plan, tyro.conf.subcommand("plan", default=Plan.suited(model))]
+        | Annotated[Plan, tyro.conf.subcommand("plan", default=plan_defaults)]
     )
     return tyro.cli(
         commands,

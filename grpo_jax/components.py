@@ -11,7 +11,7 @@ import optax
 from grpo_jax.config import TINY, TrainConfig, tiny_config
 from grpo_jax.inference.critic import Critic, value_network
 from grpo_jax.inference.tokenizer import Tokenizer, load_tokenizer
-from grpo_jax.models import LanguageModel, decoder, load_pretrained
+from grpo_jax.models import DecoderConfig, LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
 from grpo_jax.parallel.backends import SINGLE, Devices, pmapped, sharded
 from grpo_jax.parallel.memory import remat_by_memory
@@ -50,8 +50,10 @@ def build(config: TrainConfig) -> Components:
     length = config.batching.prompt_length or prompt_width(task, tokenizer)
     check_positions(model, length, config.generation.max_new_tokens)
     devices = devices_of(config, model)
-    remat = remat_of(config, model, params, length, devices)
-    model = devices.for_training(decoder(model.config, remat=remat, scan=config.model != TINY))
+    if isinstance(model.config, DecoderConfig):
+        remat = remat_of(config, model, params, length, devices)
+        model = decoder(model.config, remat=remat, scan=config.model != TINY)
+    model = devices.for_training(model)
     objective = objective_of(config)
     return Components(
         model=model,
@@ -97,7 +99,7 @@ def task_of(config: TrainConfig) -> Task:
 
 
 def tokenizer_of(config: TrainConfig) -> Tokenizer:
-    if config.model == TINY:
+    if config.model in MODELS:
         return load_tokenizer("bytes")
     return load_tokenizer(config.model, **config.template_options())
 
@@ -106,17 +108,27 @@ def objective_of(config: TrainConfig) -> Objective:
     return PRESETS[config.objective](**config.objective_options())
 
 
+def tiny(config: TrainConfig, tokenizer: Tokenizer) -> LanguageModel:
+    return decoder(tiny_config(tokenizer.vocab_size, config.precision), scan=False)
+
+
+# Models from scratch, of bytes, by their --model; any other is a Hugging Face folder or Hub id. A
+# program may add its own, as it may add to TASKS.
+MODELS: dict[str, Callable[[TrainConfig, Tokenizer], LanguageModel]] = {TINY: tiny}
+
+
 def model_of(config: TrainConfig, tokenizer: Tokenizer) -> tuple[LanguageModel, Params]:
-    """The model and its parameters, fresh for the tiny one."""
-    if config.model != TINY:
-        return load_pretrained(config.model, dtype=config.dtype)
-    model = decoder(tiny_config(tokenizer.vocab_size, config.dtype), scan=False)
+    """The model and its parameters, fresh for one from scratch."""
+    if config.model not in MODELS:
+        return load_pretrained(config.model, precision=config.precision)
+    model = MODELS[config.model](config, tokenizer)
     return model, jax.jit(model.init)(jax.random.key(config.seed))
 
 
 def optimizer_of(config: TrainConfig) -> optax.GradientTransformation:
     options = config.optimizer._asdict()
-    return adamw(total_updates=config.steps * config.update.epochs, **options)
+    total = config.steps * config.update.epochs
+    return adamw(total_updates=total, moments=config.precision.moments, **options)
 
 
 def on_host(there: bool) -> AbstractContextManager:

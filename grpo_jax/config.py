@@ -15,7 +15,8 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from types import UnionType
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -27,6 +28,7 @@ from grpo_jax.options import (
     Batching,
     Generation,
     OptionError,
+    Precision,
     Scoring,
     Update,
     check_cuts,
@@ -37,7 +39,6 @@ from grpo_jax.parallel.sharding import DECODE_RULES, mesh_sizes
 from grpo_jax.tasks import TASKS
 
 TINY = "tiny"
-DTYPES = ("float32", "bfloat16", "float16")
 
 # What suits the model: True for the tiny one, False for a pretrained one.
 BY_MODEL: dict[bool, dict[str, Any]] = {
@@ -101,8 +102,12 @@ class TrainConfig:
     """Options of the chat template as NAME=VALUE, for example enable_thinking=false."""
     template_date: str | None = None
     """The day that the chat template is told, as YYYY-MM-DD; None: that of the run's start."""
-    dtype: str = "float32"
-    """The type of parameters and activations: float32, bfloat16 or float16."""
+    param_dtype: str = "float32"
+    """The type of the parameters that are trained: float32 or bfloat16, in which they hardly move."""
+    compute_dtype: str | None = None
+    """The type of activations and products: float32 or bfloat16; None: that of the parameters."""
+    moment_dtype: str = "float32"
+    """The type of the optimiser's first moment: float32 or bfloat16; the second is float32."""
     objective: Annotated[str, tyro.conf.arg(help=f"The loss: {', '.join(PRESETS)}.")] = "grpo"
     objective_args: tuple[str, ...] = ()
     """Options of the objective as NAME=VALUE, for example beta=0.02 high=0.28."""
@@ -126,7 +131,7 @@ class TrainConfig:
     sft_steps: int = 0
     """Supervised updates on the task's own training rows before GRPO, at most."""
     sft_target_loss: float = 0.0
-    """The supervised updates end at this cross-entropy (nats a token, mean of 8); 0: never early."""
+    """Supervised updates end at this cross-entropy (nats a token, mean of 8); 0: never early."""
     eval_every: int = 20
     """Iterations between evaluations on held-out rows; also before the first and after the last."""
     eval_rows: int | None = None
@@ -182,6 +187,10 @@ class TrainConfig:
         self.optimizer.check()
         check_cuts(self.generation, self.update, self.batching, device_parts(self))
 
+    @property
+    def precision(self) -> Precision:
+        return Precision(self.param_dtype, self.compute_dtype, self.moment_dtype)
+
     def resolved(self) -> "TrainConfig":
         """The same run with every option of its task and objective said, as config.json has it."""
         changes = {}
@@ -193,7 +202,7 @@ class TrainConfig:
             values |= keyword_arguments(function, getattr(self, field), field)
             if "max_length" in known:  # of Dr. GRPO and others: the length limit, in tokens
                 values.setdefault("max_length", self.generation.max_new_tokens)
-            changes[field] = tuple(f"{name}={value}" for name, value in values.items())
+            changes[field] = tuple(f"{name}={written(value)}" for name, value in values.items())
         if self.template_date is None and self.model != TINY:
             # A template may write the day into every prompt: a resumed run asks as it did before.
             changes["template_date"] = datetime.date.today().isoformat()
@@ -216,11 +225,20 @@ def check_names(config: TrainConfig) -> None:
     """Raises an `OptionError` for a name that nothing has."""
     choose("task", config.task, TASKS)
     choose("objective", config.objective, PRESETS)
-    choose("dtype", config.dtype, DTYPES)
+    check_precision(config)
     choose("remat", config.remat, ("auto", *REMAT))
     choose("decode_weights", config.decode_weights, DECODE_RULES)
     keyword_arguments(TASKS[config.task], config.task_args, "task_args")
     keyword_arguments(PRESETS[config.objective], config.objective_args, "objective_args")
+
+
+def check_precision(config: TrainConfig) -> None:
+    """Raises an `OptionError`, by the name of the flag, for a type that cannot be trained in."""
+    flags = {"params": "param_dtype", "compute": "compute_dtype", "moments": "moment_dtype"}
+    try:
+        config.precision.check_training()
+    except OptionError as error:
+        raise OptionError(flags[error.name], error.text) from None
 
 
 def check_numbers(config: TrainConfig) -> None:
@@ -263,7 +281,7 @@ def device_parts(config: TrainConfig) -> int:
 
 @cache
 def option_paths(cls: type) -> dict[str, tuple[str, ...]]:
-    """Where each option is: `{"steps": ("steps",), "top_k": ("generation", "sampling", "top_k")}`."""
+    """Where each option is, such as `{"top_k": ("generation", "sampling", "top_k"), …}`."""
     found: dict[str, tuple[str, ...]] = {}
     for name, kind in get_type_hints(cls).items():
         if hasattr(kind, "_fields"):  # a tuple of options
@@ -297,13 +315,17 @@ def option(config: Any, name: str) -> Any:
 def load_config(run: str | Path) -> TrainConfig:
     """The configuration of a run folder.
 
-    Raises FileNotFoundError if it is none, ValueError if it does not fit.
+    Raises FileNotFoundError if it is none, ValueError with file and field if it does not fit.
     """
     path = Path(run) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{run} is no run folder: it has no config.json")
-    values = json.loads(path.read_text())
-    return from_json(TrainConfig, values, str(path))
+    try:
+        return from_json(TrainConfig, json.loads(path.read_text()), str(path))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path} is no JSON: {error}") from None
+    except OptionError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def from_json(cls: type, values: Any, where: str) -> Any:
@@ -319,14 +341,28 @@ def from_json(cls: type, values: Any, where: str) -> Any:
     for name, value in values.items():
         if hasattr(kinds[name], "_fields"):
             made[name] = from_json(kinds[name], value, f"{where}: {name}")
-        else:
-            made[name] = tuple(value) if isinstance(value, list) else value
-    if made.get("clip_norm", 0) is None:  # infinity, which JSON does not have
-        made["clip_norm"] = math.inf
+            continue
+        if name == "clip_norm" and value is None:
+            value = math.inf  # which JSON does not have
+        if not is_a(value, kinds[name]):
+            kind = getattr(kinds[name], "__name__", kinds[name])
+            raise ValueError(f"{where}: {name} must be of type {kind}, got {value!r}")
+        made[name] = tuple(value) if isinstance(value, list) else value
     return cls(**made)
 
 
-def tiny_config(vocab_size: int, dtype: str) -> DecoderConfig:
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether a value that JSON holds is of an annotated type."""
+    if isinstance(kind, UnionType):
+        return any(is_a(value, one) for one in get_args(kind))
+    if get_origin(kind) is not None:  # tuple[str, ...] or Sequence[float]
+        return isinstance(value, list) and all(is_a(one, get_args(kind)[0]) for one in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def tiny_config(vocab_size: int, precision: Precision = Precision()) -> DecoderConfig:
     """The built-in model: two layers, about 0.15 million parameters, for a vocabulary of bytes."""
     return DecoderConfig(
         vocab_size=vocab_size,
@@ -337,7 +373,8 @@ def tiny_config(vocab_size: int, dtype: str) -> DecoderConfig:
         num_key_value_heads=4,
         head_dim=16,
         max_position_embeddings=512,
-        dtype=dtype,
+        dtype=precision.computed,
+        param_dtype=precision.params,
     )
 
 
@@ -382,6 +419,12 @@ def named_value(option: str, pair: str) -> tuple[str, Any]:
     if not (name and equals):
         raise OptionError(option, f"takes NAME=VALUE, got {pair!r}")
     return name, json_value(text)
+
+
+def written(value: Any) -> str:
+    """The text that `json_value` reads as this value: a string as it is, where that is so."""
+    plain = isinstance(value, str) and json_value(value) == value
+    return value if plain else json.dumps(value)
 
 
 def json_value(text: str) -> Any:

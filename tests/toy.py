@@ -113,21 +113,27 @@ def compilations() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def install(patch: pytest.MonkeyPatch) -> None:
-    """Makes the command line know the task, and builds the bigram model for the built-in one."""
-    from grpo_jax import tasks
-    from grpo_jax.runs import run
+def unscorable() -> Task:
+    """The same questions, and no answer that can be scored."""
+    return letters()._replace(name="unscorable", reward=lambda completion: None)
 
-    patch.setitem(tasks.TASKS, "letters", letters)
-    patch.setattr(run, "decoder", lambda config, **_: bigram(0.01, config.dtype))
+
+def install() -> None:
+    """Makes the command line know these tasks, and the model."""
+    from grpo_jax.components import MODELS
+    from grpo_jax.tasks import TASKS
+
+    TASKS.update(letters=letters, unscorable=unscorable)
+    MODELS["bigram"] = lambda config, tokenizer: bigram(0.01, config.param_dtype)
 
 
 # fmt: off
 OPTIONS = [
-    "--task", "letters", "--steps", "7", "--prompts", "3", "--group-size", "4", "--max-new-tokens", "8",
-    "--warm-up", "3", "--learning-rate", "0.05", "--lr-warmup", "2", "--schedule", "linear", "--seed", "4",
-    "--objective-args", "beta=0.1", "--eval-rows", "5", "--eval-batch", "3", "--eval-every", "3",
-    "--save-every", "2", "--keep", "1", "--log-completions", "3", "--length-buckets", "2",
+    "--task", "letters", "--model", "bigram", "--steps", "7", "--prompts-per-step", "3", "--group-size", "4",
+    "--max-new-tokens", "8", "--sft-steps", "3", "--learning-rate", "0.05", "--lr-warmup", "2", "--schedule", "linear",
+    "--seed", "4", "--objective-args", "beta=0.1", "--eval-rows", "5", "--eval-batch-size", "3", "--eval-every", "3",
+    "--save-every", "2", "--keep-checkpoints", "1", "--log-completions", "3", "--length-buckets", "2",
+    "--no-pack-tokens", "--no-drop-zero-variance", "--compactions", "0",
 ]
 # fmt: on
 
@@ -179,7 +185,7 @@ def die_at(number: str) -> None:
 def main() -> None:
     from grpo_jax import cli
 
-    install(pytest.MonkeyPatch())
+    install()
     if "DIE_AT" in os.environ:
         die_at(os.environ["DIE_AT"])
     sys.exit(cli.main())

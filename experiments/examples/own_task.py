@@ -1,8 +1,7 @@
-"""A task from a JSONL file: two weighted rewards, its own evaluation, a Hugging Face folder.
+"""A task from a JSONL file: two weighted rewards, an evaluation of its own, a Hugging Face folder.
 
-python -m experiments.examples.own_task
-
-A line of the file is a row. A reward function takes the columns that it names.
+`python -m experiments.examples.own_task` writes rows (a line of the file is one), trains on them,
+evaluates the policy and saves it. A reward function takes the columns that it names.
 """
 
 import json
@@ -11,56 +10,52 @@ import tempfile
 from pathlib import Path
 
 import jax
-from grpo_jax import ByteTokenizer, DecoderConfig, Generation, Sampling, Scoring, Task, adamw
-from grpo_jax import decoder, evaluate, grpo, keep_programs, run_folder, save_pretrained, sft, train
 
-GENERATION = Generation(group_size=8, max_new_tokens=4)
-GREEDY = Generation(group_size=1, max_new_tokens=4, sampling=Sampling(temperature=0.0))
+import grpo_jax
+
+GENERATION = grpo_jax.Generation(group_size=8, max_new_tokens=2)
+GREEDY = grpo_jax.Generation(1, max_new_tokens=2, sampling=grpo_jax.Sampling(temperature=0.0))
 
 
-def right(completion: str, answer: str) -> float:
-    return float(completion.strip() == answer)
+def near(completion: str, answer: str) -> float:
+    """1 for the right sum, less for one that is further off, 0 for what is no number."""
+    return 1 - abs(int(completion) - int(answer)) / 100 if completion.isdecimal() else 0.0
 
 
 def digits(completion: str) -> float:
-    return sum(map(str.isdigit, completion)) / max(len(completion), 1)
+    return sum(map(str.isdecimal, completion)) / max(len(completion), 1)
 
 
 def write_rows(path: Path) -> Path:
-    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a in range(10) for b in range(10)]
-    random.Random(0).shuffle(rows)
+    pairs = random.Random(0).sample([(a, b) for a in range(10, 50) for b in range(10, 50)], 500)
+    rows = [{"question": f"{a}+{b}=", "answer": str(a + b)} for a, b in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 
-def load_task(path: Path) -> Task:
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    ask = lambda row: [{"role": "user", "content": row["question"]}]
-    return Task("sums", rows[16:], rows[:16], ask, [right, digits], lambda row: row["answer"])
-
-
-def main(steps: int = 40, sft_steps: int = 150, rows: Path | None = None, out: Path | None = None):
+def main(steps: int = 60, data: Path | None = None, out: Path | None = None):
     out = out or Path(tempfile.mkdtemp())
-    task = load_task(rows or write_rows(out / "rows.jsonl"))
-    keep_programs()  # the next start compiles nothing
-    tokenizer = ByteTokenizer()
-    model = decoder(DecoderConfig(tokenizer.vocab_size, 64, 128, 2, 4, 4, 16))
+    lines = (data or write_rows(out / "rows.jsonl")).read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    ask = lambda row: [{"role": "user", "content": row["question"]}]
+    target = lambda row: row["answer"]  # a right completion, for supervised updates
+    task = grpo_jax.Task("sums", rows[32:], rows[:32], ask, [near, digits], target)
+    tokenizer = grpo_jax.ByteTokenizer()
+    model = grpo_jax.decoder(grpo_jax.DecoderConfig(tokenizer.vocab_size, 32, 64, 2, 4, 4, 8))
     params = jax.jit(model.init)(jax.random.key(0))
-    for start, _ in sft(model, params, task, tokenizer, adamw(3e-3), steps=sft_steps):
-        params = start.params
-    options = {"generation": GENERATION, "scoring": Scoring(weights=(1.0, 0.1))}
-    with run_folder(out / "run") as folder:
-        for state, metrics in train(
-            model, params, task, tokenizer, grpo(), adamw(1e-3), steps=steps, **options
-        ):
+    run = (model, params, task, tokenizer, grpo_jax.grpo(beta=0.0), grpo_jax.adamw(3e-3))
+    scoring = grpo_jax.Scoring(weights=(1.0, 0.1))
+    sampled = {"generation": GENERATION, "scoring": scoring}
+    greedy = {"generation": GREEDY, "scoring": scoring}
+    grpo_jax.keep_programs()  # the next start compiles nothing
+    with grpo_jax.run_folder(out / "run") as folder:  # metrics, timings, texts, TensorBoard
+        for state, metrics in grpo_jax.train(*run, steps=steps, **sampled):
             folder.log(metrics)
-            print(metrics["iteration"], metrics["reward"])
-    params = state.train.params
-    found = evaluate(model, params, tokenizer, task, task.held_out, generation=GREEDY)
-    for row, (text,) in zip(task.held_out, found.texts, strict=True):
-        print(row["question"], text)
-    save_pretrained(out / "model", model.config, params)
-    return found, out
+            params = state.train.params
+    found = grpo_jax.evaluate(model, params, tokenizer, task, task.held_out, **greedy)
+    right = sum(t == row["answer"] for row, (t,) in zip(task.held_out, found.texts, strict=True))
+    print(f"held out: reward {found.mean_reward:.3f}, exactly right {right / len(found.texts):.1%}")
+    return metrics, grpo_jax.save_pretrained(out / "model", model.config, params)
 
 
 if __name__ == "__main__":

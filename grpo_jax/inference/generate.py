@@ -188,6 +188,8 @@ def _generate(
 ) -> Rollout:
     chex.assert_rank([prompts.tokens_PS, prompts.mask_PS], 2)
     P = prompts.tokens_PS.shape[0]
+    if model.cast is not None:
+        params = model.cast(params)
     hidden_PSD, cache = jax.vmap(partial(model.prefill, params))(*prompts)
     sampler = Sampler(
         model=model,

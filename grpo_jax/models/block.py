@@ -17,7 +17,8 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from grpo_jax.models.decoder_config import DecoderConfig
-from grpo_jax.models.matmul import einsum32, small_batch_matmul, up_projection
+from grpo_jax.models.matmul import small_batch_matmul, up_projection
+from grpo_jax.models.precision import project
 from grpo_jax.types import Array, Params
 
 MATRIX = nn.initializers.variance_scaling(1.0, "fan_in", "normal")
@@ -32,7 +33,7 @@ def rms_norm(x_TD: Array, scale_D: Array, eps: float) -> Array:
     # its error.
     x = x_TD.astype(jnp.float32)
     x = x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps)
-    return x.astype(x_TD.dtype) * scale_D
+    return (x * scale_D.astype(jnp.float32)).astype(x_TD.dtype)
 
 
 def rope_frequencies(config: DecoderConfig) -> Array:
@@ -126,12 +127,12 @@ class Block(nn.Module):
     # Not wrapped by Flax: these are parts of the one compact method, with its parameters.
     @nn.nowrap
     def _norm(self, x_TD: Array, name: str) -> Array:
-        scale_D = self.param(name, nn.initializers.ones, x_TD.shape[-1:], self.config.dtype)
+        scale_D = self.param(name, nn.initializers.ones, x_TD.shape[-1:], self.config.param_dtype)
         return rms_norm(x_TD, scale_D, self.config.rms_norm_eps)
 
     @nn.nowrap
     def _linear(self, x_TD: Array, name: str, size: int, bias: bool = False) -> Array:
-        dtype = self.config.dtype
+        dtype = self.config.param_dtype
         D = x_TD.shape[-1]
         if self.decoding:
             w = self.param(name, MATRIX, (size, D), dtype)
@@ -141,14 +142,9 @@ class Block(nn.Module):
             y = up_projection(x_TD, w) if size > D else x_TD @ w
         if not bias:
             return y
-        return y + self.param(f"{name}_bias", nn.initializers.zeros, (size,), dtype)
-
-
-def embed(params: Params, tokens_T: Array) -> Array:
-    """The tokens' rows of the embedding, `[T, D]`."""
-    # Clipped and not filled: an id outside the vocabulary, which no caller means, gives a finite
-    # row, where NaN would spread through the sums of everything beside it.
-    return params["embed"].at[tokens_T].get(mode="clip")
+        bias_F = self.param(f"{name}_bias", nn.initializers.zeros, (size,), dtype)
+        # In float32, as norms: its gradient is a sum over all rows.
+        return (y.astype(jnp.float32) + bias_F.astype(jnp.float32)).astype(y.dtype)
 
 
 def final_norm(config: DecoderConfig, params: Params, x_TD: Array) -> Array:
@@ -160,5 +156,5 @@ def logits(config: DecoderConfig, params: Params, hidden_D: Array) -> Array:
     """Float32 logits `[..., V]` of hidden states with any leading axes."""
     # A tied head is read where it lies, [V, D]: no transposed copy, and the faster product on CPUs.
     if config.tie_word_embeddings:
-        return einsum32("...d,vd->...v", hidden_D, params["embed"])
-    return einsum32("...d,dv->...v", hidden_D, params["head"])
+        return project(params, "embed", "...d,vd->...v", hidden_D)
+    return project(params, "head", "...d,dv->...v", hidden_D)

@@ -23,13 +23,17 @@ AXES = (
 )
 
 
+DTYPES = ("float32", "bfloat16", "float16")
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """The architecture, under Hugging Face's names.
 
     `rope_scaling` is None or `("llama3", factor, low_freq_factor, high_freq_factor,
-    original_max_position_embeddings)`. `dtype` is that of the parameters and activations; norms,
-    softmax, logits and rotary angles are float32.
+    original_max_position_embeddings)`. `dtype` is that of activations and of the matrices they are
+    multiplied with, `param_dtype` that of the parameters (None: the same); norms, softmax, logits
+    and rotary angles are float32.
     """
 
     # Frozen, and a tuple where Hugging Face has a dict: a configuration is part of a static
@@ -48,8 +52,11 @@ class DecoderConfig:
     attention_bias: bool = False
     max_position_embeddings: int = 2048
     dtype: str = "float32"
+    param_dtype: str | None = None
 
     def __post_init__(self):
+        if self.param_dtype is None:
+            object.__setattr__(self, "param_dtype", self.dtype)
         for field in (
             "vocab_size",
             "hidden_size",
@@ -76,7 +83,7 @@ class DecoderConfig:
             raise ValueError(
                 f"rope_scaling must be None or ('llama3', 4 numbers), got {self.rope_scaling!r}"
             )
-        if self.dtype not in ("float32", "bfloat16", "float16"):
-            raise ValueError(
-                f"dtype must be 'float32', 'bfloat16' or 'float16', got {self.dtype!r}"
-            )
+        if self.param_dtype not in DTYPES:
+            raise ValueError(f"param_dtype must be one of {DTYPES}, got {self.param_dtype!r}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from grpo_jax.models.attention import attend_one
 from grpo_jax.models.block import (
     Block,
-    embed,
     final_norm,
     logits,
     rope_angles,
@@ -25,6 +24,7 @@ from grpo_jax.models.block import (
 )
 from grpo_jax.models.decoder_config import DecoderConfig
 from grpo_jax.models.matmul import small_batch_matmul
+from grpo_jax.models.precision import embed_rows
 from grpo_jax.types import Array, Params
 
 
@@ -74,7 +74,7 @@ def decode(
     """`LanguageModel.decode`: the hidden state `[D]` behind token number `index` of a completion,
     and its own cache with that token in it.
     """
-    x_1D = embed(weights, token[None])
+    x_1D = embed_rows(weights, token[None])
     angles = rope_angles((cache.mask_S.sum() + index)[None], rope_frequencies(config))
     block = Block(config, decoding=True)
     grown = []

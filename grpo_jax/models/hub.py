@@ -23,6 +23,7 @@ from safetensors.numpy import save_file
 
 from grpo_jax.models.decoder import DecoderConfig, decoder
 from grpo_jax.models.language_model import LanguageModel
+from grpo_jax.options import Precision
 from grpo_jax.types import Params
 
 CONFIG = "config.json"
@@ -69,18 +70,19 @@ O_BIAS = "model.layers.{}.self_attn.o_proj.bias"
 
 
 def load_pretrained(
-    path_or_id: str | Path, *, dtype: str = "float32", remat: str = "layer"
+    path_or_id: str | Path, *, precision: Precision = Precision(), remat: str = "layer"
 ) -> tuple[LanguageModel, Params]:
     """The decoder and the parameters of a Hugging Face folder, or of a Hub id (`owner/name`).
 
     The folder holds config.json and model.safetensors, or the shards that
-    model.safetensors.index.json lists; weights are converted to `dtype`; `remat` is that of
-    `decoder`. Raises FileNotFoundError for what is missing on disk, ValueError for an architecture
+    model.safetensors.index.json lists; weights are converted to `precision.params`; `remat` is that
+    of `decoder`. Raises FileNotFoundError for what is missing on disk, ValueError for an architecture
     that the decoder does not compute exactly and for tensors that do not match it, naming the field
     or the tensor.
     """
     folder = find_folder(path_or_id, (CONFIG, "model*.safetensors", INDEX))
-    config = config_from_hf(json.loads(_existing(folder, CONFIG).read_text()), dtype)
+    settings = json.loads(_existing(folder, CONFIG).read_text())
+    config = config_from_hf(settings, precision.check())
     model = decoder(config, remat=remat)
     with ExitStack() as stack:
         tensors = _open_tensors(folder, stack)
@@ -91,7 +93,7 @@ def load_pretrained(
 
 def save_pretrained(
     folder: str | Path,
-    config: DecoderConfig,
+    model: LanguageModel | DecoderConfig,
     params: Params,
     tokenizer_source: str | Path | None = None,
 ) -> Path:
@@ -103,6 +105,12 @@ def save_pretrained(
     its place and renamed. A folder that already holds something raises FileExistsError. Weights
     keep the dtype of `params`.
     """
+    config = model if isinstance(model, DecoderConfig) else model.config
+    if not isinstance(config, DecoderConfig):
+        raise TypeError(
+            "only a decoder has Hugging Face's layout; the parameters of another model can be "
+            f"written with Orbax or safetensors, got a model of {type(config).__name__}"
+        )
     folder = Path(folder).absolute()
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise FileExistsError(
@@ -143,7 +151,7 @@ def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
         ) from error
 
 
-def config_from_hf(settings: dict[str, Any], dtype: str = "float32") -> DecoderConfig:
+def config_from_hf(settings: dict[str, Any], precision: Precision = Precision()) -> DecoderConfig:
     """The decoder's configuration from a parsed config.json; anything that would change the numbers
     is refused.
     """
@@ -178,7 +186,8 @@ def config_from_hf(settings: dict[str, Any], dtype: str = "float32") -> DecoderC
         max_position_embeddings=settings.get(
             "max_position_embeddings", {"llama": 2048, "qwen2": 32768}[kind]
         ),
-        dtype=dtype,
+        dtype=precision.computed,
+        param_dtype=precision.params,
     )
 
 
@@ -283,7 +292,7 @@ def _refuse_leftovers(config: DecoderConfig, params: Params, tensors: dict[str, 
             del tensors[name]
     if config.tie_word_embeddings and NAMES["head"] in tensors:
         head_VD = _take(tensors, NAMES["head"], params["embed"].shape)
-        if not np.array_equal(head_VD.astype(config.dtype), np.asarray(params["embed"])):
+        if not np.array_equal(head_VD.astype(config.param_dtype), np.asarray(params["embed"])):
             raise ValueError(
                 f"tensor {NAMES['head']} differs from {NAMES['embed']}, though tie_word_embeddings is true"
             )

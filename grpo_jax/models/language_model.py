@@ -30,8 +30,11 @@ class LanguageModel(NamedTuple):
 
     A model of parameters that are spread over devices may have `with_gather(gather) -> model`: the
     same model, whose functions for training pass a layer's parameters through `gather(names, x)`
-    when that layer is computed, so that no more than one layer is whole at a time. `outer(params)
-    -> params` does that to the parameters outside the layers, which are read in several places.
+    when that layer is computed, so that no more than one layer is whole at a time.
+
+    Every pass of training begins with `outer(params) -> params`: it casts the parameters to the
+    type that they are computed in, and gathers those outside the layers, which are read in several
+    places. `cast(params) -> params` is that cast alone, for the sampler; None: there is none.
 
     A model with `forward` may have `with_attention(attention) -> model`: the same model, whose
     `forward` attends by `attention(q_KPRhd, k_KPRd, v_KPRd, mask_PS, T=T) -> out_KPRhd` (see
@@ -59,5 +62,6 @@ class LanguageModel(NamedTuple):
     forward: Callable | None = None
     with_gather: Callable | None = None
     outer: Callable = lambda params: params
+    cast: Callable | None = None
     with_attention: Callable | None = None
     keeps_products: bool = False

@@ -22,9 +22,10 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models.attention import attend_causal, take_rows
-from grpo_jax.models.block import Block, embed, final_norm, rope_angles, rope_frequencies
+from grpo_jax.models.block import Block, final_norm, rope_angles, rope_frequencies
 from grpo_jax.models.decoder_config import AXES, DecoderConfig
 from grpo_jax.models.decoding_pass import PromptCache
+from grpo_jax.models.precision import cast_with_masters, embed_rows
 from grpo_jax.types import Array, Params
 
 AXIS_NAMES = dict(AXES)
@@ -75,7 +76,7 @@ def prefill(
     # Nothing is gathered: the sampler runs this pass, on parameters that lie in its own layout.
     ungathered = context._replace(gather=None)
     attention = partial(_attend_prompt, mask_S)
-    x_SD = embed(params, tokens_S)
+    x_SD = embed_rows(params, tokens_S)
     x_SD, (k_LKSd, v_LKSd) = _run_layers(ungathered, params, x_SD, angles, attention)
     # Keys as columns and each layer's by itself, as decoding reads them: once here, not at every
     # token.
@@ -90,7 +91,9 @@ def extend(context: Context, params: Params, cache: PromptCache, tokens_T: Array
     angles = rope_angles(position_T, rope_frequencies(context.config))
     prompt_kv = jnp.stack(cache.k_KdS).swapaxes(2, 3), jnp.stack(cache.v_KSd)
     attention = partial(_attend_after, cache.mask_S)
-    x_TD, _ = _run_layers(context, params, embed(params, tokens_T), angles, attention, prompt_kv)
+    x_TD, _ = _run_layers(
+        context, params, embed_rows(params, tokens_T), angles, attention, prompt_kv
+    )
     return final_norm(context.config, params, x_TD)
 
 
@@ -123,13 +126,19 @@ def forward(
     # The blocks' products see the P·R rows of all prompts at once: a weight is read once, and its
     # gradient is one product and not a sum over prompts. Only attention goes prompt by prompt.
     attention = partial(_attend_rows, context.attention, rows)
-    x, _ = _run_layers(context, params, embed(params, tokens_PR.reshape(-1)), angles, attention)
+    x, _ = _run_layers(
+        context, params, embed_rows(params, tokens_PR.reshape(-1)), angles, attention
+    )
     hidden_PRD = final_norm(context.config, params, x).reshape(*tokens_PR.shape, -1)
     return hidden_PRD[:, :S], hidden_PRD[:, S:]
 
 
 def outer(context: Context, params: Params) -> Params:
-    """`LanguageModel.outer`: the parameters, with embedding and head gathered."""
+    """`LanguageModel.outer`: the parameters in the type that they are computed in, with embedding
+    and head gathered.
+    """
+    # Cast before they are gathered: half as many bytes then cross between devices.
+    params = cast_with_masters(context.config, params)
     if context.gather is None:
         return params
     read = [name for name in ("embed", "head") if name in params]
@@ -257,13 +266,13 @@ def _attend_group(
     G = rows.G
     T = rows.T
     S = mask_S.shape[0]
+    row_M = rows_of_places(place_N, G * T) if rows.packed else None
     k_KSd = k_KRd[:, :S]
     v_KSd = v_KRd[:, :S]
     first = attend_causal(q_KRhd[:, None, :S], k_KSd[:, None], v_KSd[:, None], mask_S)[:, 0]
     # As [G, T] each completion stands alone: one causal triangle serves all of them, and no scores
     # between siblings are computed. Packed rows begin and end elsewhere in every group; their
     # attention would be N x N scores, most of them masked.
-    row_M = rows_of_places(place_N, G * T) if rows.packed else None
     group = (to_places(y[:, S:], place_N, row_M) for y in (q_KRhd, k_KRd, v_KRd))
     q, k, v = (y.reshape(y.shape[0], G, T, *y.shape[2:]) for y in group)
     out = attend_causal(q, k, v, jnp.ones(T, bool), ((k_KSd, v_KSd, mask_S),))
@@ -277,8 +286,8 @@ def rows_of_places(place_N: Array, size: int) -> Array:
     return jnp.full(size, N).at[place_N].set(jnp.arange(N), mode="drop")
 
 
-# Rows and places are each other's inverse, which `take_rows` is given both of: its gradient is then
-# a gather too. The gradient of an ordinary gather is a scatter, which adds and may not run in order.
+# `take_rows` is given rows and places, each the inverse of the other: its gradient is then a gather,
+# too, and not the scatter that an ordinary gather's gradient is.
 _take_rows_of_heads = jax.vmap(take_rows, in_axes=(0, None, None))
 
 

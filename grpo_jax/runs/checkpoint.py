@@ -120,7 +120,7 @@ def _first_policy(checkpoints: Checkpoints, like: RunState) -> Params:
 
 
 def restore_params(checkpoints: Checkpoints, like: Params, iteration: int | None = None) -> Params:
-    """The parameters alone of an iteration, the newest by default; of a critic too, if `like` is."""
+    """The parameters alone of an iteration, the newest by default; a critic's too if `like` is."""
     iteration = _known(checkpoints, iteration)
     shapes = {"params": jax.tree.map(_abstract, like)}
     return checkpoints.load_checkpointables(iteration, shapes)["params"]

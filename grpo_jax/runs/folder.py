@@ -2,10 +2,14 @@
 
 A run folder holds
 
-    config.json         what was asked for             summary.json       held-out accuracy before and after, and more
-    metrics.jsonl       one object a step, step first  timings.jsonl      seconds and speeds of the same steps
-    completions.jsonl   sampled text with its reward   tensorboard/       both, for TensorBoard
-    checkpoints/        whole states                   curves.png         the picture
+    config.json         what was asked for
+    metrics.jsonl       one object a step, step first
+    timings.jsonl       seconds and speeds of the same steps
+    completions.jsonl   sampled text with its reward
+    tensorboard/        metrics and timings, for TensorBoard
+    curves.png          the picture
+    summary.json        held-out reward before and after, and more
+    checkpoints/        whole states
 
 Metrics hold nothing that depends on the clock, so that a resumed run's file equals an uninterrupted
 one byte for byte. Left out on purpose: a logger that collects from afar. Whoever has numbers hands

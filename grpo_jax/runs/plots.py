@@ -2,9 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 # key of the metrics, title of its panel, label of its axis
 PANELS = (
@@ -26,12 +29,17 @@ def plot_curves(metrics_rows: Sequence[Mapping[str, Any]], path: str | Path) -> 
 def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path) -> None:
     """The same picture with one line a run, named in a legend; what a run did not measure stays
     empty.
+    """
+    figure_of(runs).savefig(path, dpi=120)
+
+
+def figure_of(runs: Mapping[str, Sequence[Mapping[str, Any]]]) -> "Figure":
+    """The picture of runs by name, as a figure.
 
     Values of every step are drawn pale with their running mean over them, values of some steps as
     points.
     """
     from matplotlib.figure import Figure  # not pyplot: no global state, no window
-    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(12, 6.4), layout="constrained", facecolor="white")
     places = [
@@ -51,24 +59,24 @@ def plot_runs(runs: Mapping[str, Sequence[Mapping[str, Any]]], path: str | Path)
             _draw(ax, rows, key, name, f"C{index}")
             for index, (name, rows) in enumerate(runs.items())
         ]
-        if not any(drawn):
-            ax.text(
-                0.5,
-                0.5,
-                "not measured",
-                transform=ax.transAxes,
-                ha="center",
-                va="center",
-                color="0.6",
-            )
-            ax.set(xticks=[], yticks=[])
-        else:
-            ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
-            if key in ("held_out", "frac_zero_variance"):
-                ax.set_ylim(-0.03, 1.03)
-        if key == "reward" and any(runs) and any(drawn):
-            ax.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+        _finish(ax, key, any(drawn), any(runs))
+    return figure
+
+
+def _finish(ax: Any, key: str, drawn: bool, named: bool) -> None:
+    """A panel's ticks and limits, or a word where nothing was drawn."""
+    from matplotlib.ticker import MaxNLocator
+
+    if not drawn:
+        centred = {"ha": "center", "va": "center", "color": "0.6"}
+        ax.text(0.5, 0.5, "not measured", transform=ax.transAxes, **centred)
+        ax.set(xticks=[], yticks=[])
+        return
+    ax.xaxis.set_major_locator(MaxNLocator("auto", integer=True))
+    if key in ("held_out", "frac_zero_variance"):
+        ax.set_ylim(-0.03, 1.03)
+    if key == "reward" and named:
+        ax.legend(frameon=False)
 
 
 def _draw(ax: Any, rows: Sequence[Mapping[str, Any]], key: str, name: str, color: str) -> bool:

@@ -7,7 +7,7 @@ decision of the algorithm; a program that needs another loop writes its own arou
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -180,15 +180,21 @@ def start_policy(config: TrainConfig, components: Components, screen: Screen) ->
         prompt_length=components.prompt_length,
         devices=components.devices,
     )
-    losses: deque[float] = deque(maxlen=8)
     with screen.phase("supervised fine-tuning", config.sft_steps) as show:
-        for state, metrics in updates:
+        for state, metrics in until_loss(updates, config.sft_target_loss):
             params = state.params
-            losses.append(float(metrics["loss"]))
             show(metrics["iteration"], loss=metrics["loss"])
-            if len(losses) == losses.maxlen and np.mean(losses) <= config.sft_target_loss:
-                break
     return params
+
+
+def until_loss(updates: Iterator[tuple[Any, dict]], target: float) -> Iterator[tuple[Any, dict]]:
+    """The updates up to the first at which the mean of the last eight losses is at most `target`."""
+    losses: deque[float] = deque(maxlen=8)
+    for state, metrics in updates:
+        yield state, metrics
+        losses.append(float(metrics["loss"]))
+        if len(losses) == losses.maxlen and np.mean(losses) <= target:
+            return
 
 
 def _begin(run: _Run) -> RunStart:

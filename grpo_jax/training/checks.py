@@ -8,7 +8,7 @@ from grpo_jax.inference.critic import Critic
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import AdaptiveObjective, Objective, objective_at, reads, reads_in_loss
-from grpo_jax.options import OptionError, Scoring, instance, whole
+from grpo_jax.options import OptionError, Precision, Scoring, instance, whole
 from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
 from grpo_jax.types import RunState
@@ -59,6 +59,13 @@ def check_model(
                 f"({size}): tokenizer and model do not belong together"
             )
     check_positions(model, prompt_length, max_new_tokens)
+
+
+def check_float16(model: LanguageModel) -> None:
+    """Raises an `OptionError` for a model that is kept or computed in float16."""
+    dtype = str(getattr(model.config, "dtype", "float32"))
+    params = str(getattr(model.config, "param_dtype", dtype))
+    Precision(params, dtype).check_training()
 
 
 def check_positions(model: LanguageModel, prompt_length: int, max_new_tokens: int) -> None:

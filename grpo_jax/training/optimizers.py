@@ -27,6 +27,7 @@ def adamw(
     clip_norm: float | None = 1.0,
     b1: float = 0.9,
     b2: float = 0.999,
+    moments: str = "float32",
 ) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019, 1711.05101) behind a clip of the global norm.
 
@@ -43,7 +44,8 @@ def adamw(
       weight_decay: applied to matrices only; norms, biases and scales are left alone.
       clip_norm: the largest global norm of a gradient; None: no clipping.
       b1: decay of the first moment.
-      b2: decay of the second moment.
+      b2: decay of the second moment, which is float32.
+      moments: the type of the first moment.
 
     Raises:
       OptionError: an option is out of its range.
@@ -51,8 +53,8 @@ def adamw(
     clip = float("inf") if clip_norm is None else clip_norm
     options = AdamW(learning_rate, schedule, lr_warmup, weight_decay, clip).check()
     if total_updates is None and schedule != "constant":
-        return lambda total: _adamw(options, total, b1, b2)
-    return _adamw(options, total_updates or max(lr_warmup, 1), b1, b2)
+        return lambda total: _adamw(options, total, b1, b2, moments)
+    return _adamw(options, total_updates or max(lr_warmup, 1), b1, b2, moments)
 
 
 def optimizer_for(optimizer: Optimizer, total_updates: int) -> optax.GradientTransformation:
@@ -67,15 +69,18 @@ def optimizer_for(optimizer: Optimizer, total_updates: int) -> optax.GradientTra
     return optimizer(total_updates)
 
 
-def _adamw(options: AdamW, total: int, b1: float, b2: float) -> optax.GradientTransformation:
+def _adamw(
+    options: AdamW, total: int, b1: float, b2: float, moments: str
+) -> optax.GradientTransformation:
     rule = optax.inject_hyperparams(
-        optax.adamw, static_args=("b1", "b2", "mask"), hyperparam_dtype=jnp.float32
+        optax.adamw, static_args=("b1", "b2", "mask", "mu_dtype"), hyperparam_dtype=jnp.float32
     )(
         learning_rate=rates(options, total),
         b1=b1,
         b2=b2,
         weight_decay=options.weight_decay,
         mask=matrices,
+        mu_dtype=moments,
     )
     if options.clip_norm == float("inf"):
         return rule

@@ -53,7 +53,7 @@ from grpo_jax.training.batch import (
     take_scores,
     trim,
 )
-from grpo_jax.training.checks import check_model, check_sampler, check_task
+from grpo_jax.training.checks import check_float16, check_model, check_sampler, check_task
 from grpo_jax.training.packing import pack, packed_shapes
 from grpo_jax.training.train_step import (
     by_prompt,
@@ -149,6 +149,7 @@ def make_stages(
         batching = batching._replace(prompt_length=prompt_width(task, tokenizer))
     check_model(model, tokenizer, batching.prompt_length, generation.max_new_tokens)
     objective = with_reward_weights(objective, scoring.weights)
+    check_float16(model)
     model = with_vocabulary(devices.for_training(model), tokenizer.vocab_size)
     if update.logit_chunk is None:
         update = update._replace(logit_chunk=logit_chunk_of(model, devices))
@@ -160,7 +161,7 @@ def make_stages(
         prompts=partial(
             next_prompts, task, tokenizer, model.config.vocab_size, batching, seed, devices
         ),
-        publish=lambda weights: devices.for_decoding(policy_of(critic, weights.params)),
+        publish=publishing_stage(model, critic, devices),
         generate=sampling_stage(model, tokenizer, generation, devices),
         shrink=shrinking_stage(task, batching, devices),
         infer=inference_stage(model, objective, critic, generation.sampling, update, devices),
@@ -275,6 +276,18 @@ def next_prompts(
 
 
 # What is sampled, and what the host sees of it.
+
+
+def publishing_stage(model: LanguageModel, critic: Critic | None, devices: Devices) -> Callable:
+    """`Stages.publish`: the policy in the sampler's layout, in the type that it is computed in."""
+    cast = None if model.cast is None else devices.whole_batch(model.cast, ("state",), "state")
+
+    def publish(weights: Weights) -> Params:
+        policy = policy_of(critic, weights.params)
+        # Cast before it is moved: half as many bytes then cross between devices.
+        return devices.for_decoding(policy if cast is None else cast(policy))
+
+    return publish
 
 
 def sampling_stage(model, tokenizer, generation: Generation, devices: Devices) -> Callable:
@@ -493,13 +506,13 @@ def programs(stages: Stages, state: RunState, prompts: Prompts, functions: int) 
     """
     with listed() as found:
         weights = Weights(state.train.params, state.train.step, state.reference)
-        served = stages.publish(weights)
-        drawn = stages.generate(served, prompts, state.key)
+        served = _on_shapes(stages.publish)(weights)
+        drawn = _on_shapes(stages.generate)(served, prompts, state.key)
         P = prompts.tokens_PS.shape[0]
         number_P = jax.ShapeDtypeStruct((P,), jnp.int32)
         drawn = drawn._replace(row_P=number_P, update_P=number_P)
         for rollout in _on_shapes(stages.shrink)(drawn):
-            fields = stages.infer(weights, rollout)
+            fields = _on_shapes(stages.infer)(weights, rollout)
             for batch in _on_shapes(stages.assemble)(rollout, functions, fields, state.objective):
                 _on_shapes(stages.update)(state.train, weights, batch, state.objective)
     return list(found.values())

@@ -31,8 +31,8 @@ from grpo_jax.types import Array, Batch, Mean, Params, Rollout, Sample, TrainSta
 
 
 def init_state(params: Params, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first update."""
-    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(params))
+    """The state before the first update; the optimiser's state is float32 whatever `params` are."""
+    return TrainState(jnp.zeros((), jnp.int32), params, optimizer.init(single(params)))
 
 
 class Moment(NamedTuple):
@@ -130,9 +130,11 @@ def take_step(s: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState
         parts = parts._replace(samples=parts.samples._replace(old_logp_T=old))
         values = {name: mean.value() for name, mean in seen.items()}
         history.append({"loss": loss.value(), "grad_norm": optax.tree.norm(grads)} | values)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        updates, opt_state = s.optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
+        # In float32 whatever parameters are kept in: their type rounds once, at the very end.
+        whole_params = single(params)
+        updates, opt_state = s.optimizer.update(grads, opt_state, whole_params)
+        moved = optax.apply_updates(whole_params, updates)
+        params = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, params)
     return TrainState(number + s.update.epochs, params, opt_state), mean_of_epochs(history)
 
 
@@ -177,9 +179,13 @@ def gradient_at_once(s: StepParts, params, part: Batch, at: Moment, rest: dict[s
     return s.everywhere(single(pull(scale)[0])), loss, seen, old[None]
 
 
-def single(grads: Params) -> Params:
-    """Gradients in float32: sums over parts and devices would round in a narrower type."""
-    return jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+def single(tree: Params) -> Params:
+    """Floating-point arrays in float32: sums over parts and devices would round in less."""
+
+    def widened(x: Array) -> Array:
+        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    return jax.tree.map(widened, tree)
 
 
 def whole_batch(s: StepParts, loss: Mean, seen: dict[str, Mean], rest: dict[str, Mean]):
