@@ -3,7 +3,8 @@
 Three rules hold for every function here. A NaN reward ("could not be scored") is left out of the
 statistics and gets advantage 0. A constant group, max − min ≤ 1e-6·max(1, |mean|), gets exactly 0:
 in float32 the spread of seven rewards of .7 is 6e-8, and dividing by that turns rounding noise into
-a signal. So does a group of one.
+a signal. So does a group of one. Rewards of any finite size are compared rightly: they are divided
+by a power of two, which is exact, before they are summed or squared.
 
 Functions named `batch_…` also look across groups: they run under `batch_advantages`, which names
 that axis "prompt". Left out on purpose: gradients. Rewards are data.
@@ -28,8 +29,29 @@ def _is_scored(reward_G: Array) -> Array:
     return ~jnp.isnan(reward_G)
 
 
+def power_of_two(x: Array) -> Array:
+    """The largest power of two that is not above x > 0, and 1 for x = 0: dividing by it is exact.
+
+    Float32 ends at 3.4e38: the square of 2e19, or the sum of four times 1e38, is not a number.
+    """
+    mantissa, _ = jnp.frexp(x)  # in [1/2, 1)
+    return jnp.where(x > 0, x / (2.0 * mantissa), 1.0)
+
+
+def _scale(x_G: Array, keep_G: Array) -> Array:
+    return power_of_two(jnp.max(jnp.where(keep_G, jnp.abs(x_G), 0.0), initial=0.0))
+
+
+def weighted_mean(x_G: Array, keep_G: Array, weight_G: Array | float = 1.0) -> Array:
+    """Σ w·x / Σ w over the kept values; 0 without any."""
+    scale = _scale(x_G, keep_G)
+    weight_G = jnp.where(keep_G, weight_G, 0.0)
+    weighed_G = weight_G * jnp.where(keep_G, x_G / scale, 0.0)
+    return scale * (jnp.sum(weighed_G) / jnp.maximum(jnp.sum(weight_G), 1))
+
+
 def _mean(x_G: Array, keep_G: Array) -> Array:
-    return jnp.sum(jnp.where(keep_G, x_G, 0.0)) / jnp.maximum(jnp.sum(keep_G), 1)
+    return weighted_mean(x_G, keep_G)
 
 
 def has_signal(reward_G: Array) -> Array:
@@ -38,7 +60,8 @@ def has_signal(reward_G: Array) -> Array:
     low = jnp.min(jnp.where(scored_G, reward_G, jnp.inf))
     high = jnp.max(jnp.where(scored_G, reward_G, -jnp.inf))
     tolerance = CONSTANT * jnp.maximum(1.0, jnp.abs(_mean(reward_G, scored_G)))
-    return (jnp.sum(scored_G) > 1) & (high - low > tolerance)
+    # An infinite reward makes the tolerance NaN: it is not constant, and its advantages are NaN.
+    return (jnp.sum(scored_G) > 1) & ~(high - low <= tolerance)
 
 
 def _only_signal(adv_G: Array, reward_G: Array) -> Array:
@@ -63,10 +86,12 @@ def standardize(reward_G: Array, *, ddof: int = 0, eps: float = 0.0) -> Array:
     The spread is the population's; PyTorch trainers use `ddof=1, eps=1e-4`.
     """
     scored_G = _is_scored(reward_G)
-    centered_G = reward_G - _mean(reward_G, scored_G)
+    scale = _scale(reward_G, scored_G)
+    scaled_G = reward_G / scale
+    centered_G = scaled_G - _mean(scaled_G, scored_G)
     degrees = jnp.maximum(jnp.sum(scored_G) - ddof, 1)
     std = jnp.sqrt(jnp.sum(jnp.where(scored_G, centered_G, 0.0) ** 2) / degrees)
-    return _only_signal(centered_G / jnp.where(std > 0, std + eps, 1.0), reward_G)
+    return _only_signal(centered_G / jnp.where(std > 0, std + eps / scale, 1.0), reward_G)
 
 
 def leave_one_out(reward_G: Array) -> Array:
@@ -81,9 +106,11 @@ def leave_one_out(reward_G: Array) -> Array:
 
 def over_mean(reward_G: Array) -> Array:
     """A = (R − μ)/μ with μ = mean(R), and 0 where μ ≤ 0. MaxRL, 2602.02710."""
-    mean = _mean(reward_G, _is_scored(reward_G))
+    scored_G = _is_scored(reward_G)
+    scaled_G = reward_G / _scale(reward_G, scored_G)
+    mean = _mean(scaled_G, scored_G)
     positive = mean > 0
-    adv_G = (reward_G - mean) / jnp.where(positive, mean, 1.0)
+    adv_G = (scaled_G - mean) / jnp.where(positive, mean, 1.0)
     return _only_signal(jnp.where(positive, adv_G, 0.0), reward_G)
 
 
@@ -100,9 +127,10 @@ def pass_at_k_advantage(reward_G: Array, *, k: int) -> Array:
     count = jnp.sum(scored_G)
     wrong = count - jnp.sum(right_G)
 
-    def chance(n: Array, total: Array, draws: int) -> Array:
-        steps = jnp.arange(draws)
-        return jnp.prod(jnp.maximum(n - steps, 0) / jnp.maximum(total - steps, 1))
+    def chance(n: Array, total: Array, draws: int | Array) -> Array:
+        steps_G = jnp.arange(reward_G.shape[0])
+        left_G = jnp.maximum(n - steps_G, 0) / jnp.maximum(total - steps_G, 1)
+        return jnp.prod(jnp.where(steps_G < draws, left_G, 1.0))
 
     all_wrong = chance(wrong, count, k)
     mean = 1.0 - all_wrong
@@ -112,33 +140,57 @@ def pass_at_k_advantage(reward_G: Array, *, k: int) -> Array:
     return jnp.where(scored_G & (std > 0) & (count >= k), adv_G, 0.0)
 
 
-def _batch_moments(x_G: Array, keep_G: Array, ddof: int) -> tuple[Array, Array]:
-    """Mean and spread of the kept values of every group in the batch."""
-    total = lambda y_G: jax.lax.psum(jnp.sum(jnp.where(keep_G, y_G, 0.0)), PROMPT_AXIS)
-    count = total(jnp.ones_like(x_G))
-    mean = total(x_G) / jnp.maximum(count, 1)
-    return mean, jnp.sqrt(total((x_G - mean) ** 2) / jnp.maximum(count - ddof, 1))
+def _over_batch(reduce: Callable, x: Array, axis_name: str | None) -> Array:
+    return x if axis_name is None else reduce(x, axis_name)
+
+
+def _batch_moments(
+    x: Array, keep: Array, ddof: int, axis_name: str | None
+) -> tuple[Array, Array, Array]:
+    """A scale, and the mean and spread of the kept values divided by it."""
+    scale = _over_batch(jax.lax.pmax, _scale(x, keep), axis_name)
+
+    def total(y: Array) -> Array:
+        return _over_batch(jax.lax.psum, jnp.sum(jnp.where(keep, y, 0.0)), axis_name)
+
+    count = total(jnp.ones_like(x))
+    mean = total(x / scale) / jnp.maximum(count, 1)
+    spread = jnp.sqrt(total((x / scale - mean) ** 2) / jnp.maximum(count - ddof, 1))
+    return scale, mean, spread
+
+
+def z_scores(
+    x: Array, keep: Array, *, ddof: int = 0, eps: float = 0.0, axis_name: str | None = None
+) -> Array:
+    """(x − mean)/(std + eps) over the kept values (of every group, under a mapped axis); others: 0.
+
+    Equal values everywhere become 0.
+    """
+    scale, mean, std = _batch_moments(x, keep, ddof, axis_name)
+    constant = std <= CONSTANT * jnp.maximum(1.0 / scale, jnp.abs(mean))
+    score = (x / scale - mean) / jnp.where(constant, 1.0, std + eps / scale)
+    return jnp.where(keep & ~constant, score, 0.0)
 
 
 def batch_scale(reward_G: Array, *, ddof: int = 0, eps: float = 0.0) -> Array:
     """A = (R − mean_group(R)) / (std_batch(R) + eps): one spread for all groups. Liu et al. 2025
     (2508.08221).
     """
-    _, std = _batch_moments(reward_G, _is_scored(reward_G), ddof)
-    return center(reward_G) / jnp.where(std > 0, std + eps, 1.0)
+    scored_G = _is_scored(reward_G)
+    scale, _, std = _batch_moments(reward_G, scored_G, ddof, PROMPT_AXIS)
+    scaled_G = reward_G / scale
+    centered_G = scaled_G - _mean(scaled_G, scored_G)
+    return _only_signal(centered_G / jnp.where(std > 0, std + eps / scale, 1.0), reward_G)
 
 
 def batch_whiten(
     reward_G: Array, *, baseline: Advantage = center, ddof: int = 0, eps: float = 0.0
 ) -> Array:
-    """A = z-score over the batch of `baseline(R)`. Hu 2025 (REINFORCE++-baseline, 2501.03262)."""
+    """A = z-score over the completions of the batch of `baseline(R)`; `whiten_tokens` counts
+    tokens.
+    """
     scored_G = _is_scored(reward_G)
-    adv_G = baseline(reward_G)
-    mean, std = _batch_moments(adv_G, scored_G, ddof)
-    constant = std <= CONSTANT * jnp.maximum(1.0, jnp.abs(mean))
-    return jnp.where(
-        scored_G & ~constant, (adv_G - mean) / jnp.where(constant, 1.0, std + eps), 0.0
-    )
+    return z_scores(baseline(reward_G), scored_G, ddof=ddof, eps=eps, axis_name=PROMPT_AXIS)
 
 
 def rounded(reward_G: Array, *, step: float, advantage: Advantage = standardize) -> Array:
@@ -147,7 +199,9 @@ def rounded(reward_G: Array, *, step: float, advantage: Advantage = standardize)
     Standardizing turns [.51, .5, .5, .5] into +1.73 and −.58, as it does [1, 0, 0, 0]: a graded
     reward needs a smallest difference that counts.
     """
-    return advantage(jnp.round(reward_G / step) * step)
+    # Beyond 2^24 steps float32 has no fractions of a step, and the quotient may overflow.
+    coarse_G = jnp.abs(reward_G) >= 2.0**24 * step
+    return advantage(jnp.where(coarse_G, reward_G, jnp.round(reward_G / step) * step))
 
 
 def limited(reward_G: Array, *, limit: float, advantage: Advantage = standardize) -> Array:

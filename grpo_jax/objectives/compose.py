@@ -10,40 +10,50 @@ out on purpose: a class to inherit, a registry, and any reduction but a sum of `
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.objectives.advantages import PROMPT_AXIS, Advantage
 from grpo_jax.objectives.divergences import k1
+from grpo_jax.objectives.values import is_off, not_negative, number
 from grpo_jax.types import Array, Mean, Sample
 
 Loss = Callable[[Array, Sample], Mean]
 Prepare = Callable[[Sample], Sample]
 Term = Callable[[Sample], Array]
 
-# |log r| is held below this: e^80 is finite in float32, and so are its products with advantages and
-# weights.
-LOG_RATIO_BOUND = 80.0
+
+class _Functions(NamedTuple):
+    advantage: Advantage
+    loss: Loss
+    prepare: Callable | None = None
 
 
-class Objective(NamedTuple):
+class Objective(_Functions):
     """A pair of pure functions, and a third for what needs a whole batch.
 
     `advantage` maps the rewards of one group (reward_G, or reward_NG for several rewards) to adv_G;
     `loss` maps one sequence (logp_T, Sample) to a `Mean`; `prepare` maps the samples of the whole
     batch, leading axes P and G, once before the epochs on it: quantiles, whitening and process
     advantages live there, so that cutting the batch into micro-batches later changes nothing.
+    A preparation that takes `advantage` or `loss` by keyword is given the objective's own.
     `print(objective)` shows the recipe.
     """
 
-    advantage: Advantage
-    loss: Loss
-    prepare: Prepare | None = None
+    __slots__ = ()
+
+    @property
+    def prepare(self) -> Prepare | None:
+        """The preparation, with what it takes of this objective."""
+        steps = [_given(step, self) for step in prepare_steps(self)]
+        if len(steps) < 2:
+            return steps[0] if steps else None
+        return functools.partial(in_turn, steps=tuple(steps))
 
     def __repr__(self) -> str:
         named = (
@@ -72,11 +82,15 @@ def recipe(part: object) -> str:
         arguments += [
             f"{name}={recipe(value)}"
             for name, value in part.keywords.items()
-            if value not in (None, ())
+            if value is not None and not (isinstance(value, tuple) and not value)
         ]
         return f"{recipe(part.func)}({', '.join(arguments)})"
     if isinstance(part, tuple | list):
         return f"({', '.join(map(recipe, part))})"
+    if isinstance(part, jax.core.Tracer):
+        return f"traced {part.aval.str_short()}"
+    if isinstance(part, jax.Array | np.ndarray | np.generic):
+        return f"{part:.6g}" if np.ndim(part) == 0 else np.array2string(np.asarray(part))
     return getattr(part, "__name__", None) or repr(part)
 
 
@@ -86,6 +100,22 @@ def wants(part: Callable, name: str) -> bool:
     """
     parameter = inspect.signature(part).parameters.get(name)
     return parameter is not None and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
+
+
+def _given(step: Callable, objective: Objective) -> Prepare:
+    """A preparation with the functions of the objective that it takes and was not bound to."""
+    try:
+        parameters = inspect.signature(step).parameters
+    except ValueError:  # written in C
+        return step
+    own = {
+        name: getattr(objective, name)
+        for name in ("advantage", "loss")
+        if name in parameters
+        and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        and parameters[name].default is inspect.Parameter.empty
+    }
+    return functools.partial(step, **own) if own else step
 
 
 def neutralise(logp_T: Array, sample: Sample) -> tuple[Array, Sample]:
@@ -123,7 +153,8 @@ def compose(ratio, surrogate, aggregate, *, divergence=None, beta=0.0) -> Loss:
 
     `ratio(logp_T, old_logp_T, mask_T)`, `surrogate(log_ratio, adv)`, `aggregate(x_T, mask_T)` and
     `divergence(logp, ref_logp)` are functions with their own parameters already bound by
-    `functools.partial`.
+    `functools.partial`. A surrogate is given log-ratios of any size, sums over a sequence among
+    them: one that exponentiates them does so with `bounded_exp`, to stay finite.
     """
     _check_beta(divergence, beta)
     x_T = jax.ShapeDtypeStruct((3,), jnp.float32)
@@ -144,17 +175,17 @@ def wants_if_callable(part: object, name: str) -> bool:
 
 
 def _check_beta(divergence: Callable | None, beta: float | Array) -> None:
-    if isinstance(beta, int | float):
-        if not math.isfinite(beta) or beta < 0:
-            raise ValueError(f"beta must be a finite number that is not negative, got {beta}.")
-        if beta > 0 and divergence is None:
-            raise ValueError(
-                f"beta={beta} weighs a divergence, but none is given: add divergence=k3 or set beta=0."
-            )
+    not_negative(beta=beta)
+    if divergence is None and not is_off(beta):
+        raise ValueError(
+            f"beta={recipe(beta)} weighs a divergence, but none is given: add divergence=k3 or "
+            "set beta=0."
+        )
     if getattr(divergence, "func", divergence) is k1:
         raise ValueError(
-            "divergence=k1 in the loss has an expected gradient of zero, E[∇(log π − log π_ref)] = 0, so it would "
-            "not hold the policy at all: use k2 or k3 in the loss, or k1 in the reward with kl_in_reward."
+            "divergence=k1 in the loss has an expected gradient of zero, E[∇(log π − log π_ref)] "
+            "= 0, so it would not hold the policy at all: use k2 or k3 in the loss, or k1 in the "
+            "reward with kl_in_reward."
         )
 
 
@@ -191,7 +222,6 @@ def surrogate_costs(logp_T: Array, sample: Sample, *, ratio, surrogate) -> tuple
     adv_T = jnp.broadcast_to(sample.adv, logp_T.shape)
     more = (adv_T,) if wants(ratio, "adv") else ()
     log_ratio_T = ratio(logp_T, sample.old_logp_T, sample.mask_T, *more)
-    log_ratio_T = jnp.clip(log_ratio_T, -LOG_RATIO_BOUND, LOG_RATIO_BOUND)
     cost_T = surrogate(log_ratio_T, adv_T)
     return (cost_T if sample.weight_T is None else sample.weight_T * cost_T), log_ratio_T
 
@@ -202,7 +232,7 @@ def composed(
     """The loss that `compose` binds; see the equation at the top of this file."""
     logp_T, sample = neutralise(logp_T, sample)
     cost_T, log_ratio_T = surrogate_costs(logp_T, sample, ratio=ratio, surrogate=surrogate)
-    if divergence is not None and not (isinstance(beta, int | float) and beta == 0):
+    if divergence is not None and not is_off(beta):
         ref_logp_T = need(sample, "ref_logp_T", recipe(divergence))
         more = (log_ratio_T,) if wants(divergence, "log_ratio") else ()
         cost_T = cost_T + beta * divergence(logp_T, ref_logp_T, *more)
@@ -215,8 +245,28 @@ def corrected(
     logp_T: Array, sample: Sample, *, adjust: Callable[[Array, Sample], Sample], loss: Loss
 ) -> Mean:
     """A loss on samples that were adjusted first: reweighted, or some of their tokens left out."""
+    return loss(*_adjusted(logp_T, sample, adjust))
+
+
+def _adjusted(logp_T: Array, sample: Sample, adjust: Callable) -> tuple[Array, Sample]:
     logp_T, sample = neutralise(logp_T, sample)
-    return loss(logp_T, adjust(jax.lax.stop_gradient(logp_T), sample))
+    return neutralise(logp_T, adjust(jax.lax.stop_gradient(logp_T), sample))
+
+
+def group_share(logp_T: Array, sample: Sample, *, loss: Loss) -> Mean:
+    """A loss divided by the trained tokens of the sequence's group."""
+    total, weight = loss(logp_T, sample)
+    tokens = jnp.maximum(need(sample, "group_tokens", "per_group"), 1)
+    return Mean(total / tokens, weight / tokens)
+
+
+def seen_by_core(loss: Loss, logp_T: Array, sample: Sample) -> tuple[Loss, Array, Sample]:
+    """The loss inside its corrections, and what they hand on to it."""
+    while getattr(loss, "func", None) in (corrected, group_share):
+        if loss.func is corrected:
+            logp_T, sample = _adjusted(logp_T, sample, loss.keywords["adjust"])
+        loss = loss.keywords["loss"]
+    return loss, logp_T, sample
 
 
 def need(sample: Sample, field: str, reader: str) -> Array:
@@ -234,13 +284,23 @@ def in_turn(samples_PG: Sample, *, steps: tuple[Prepare, ...]) -> Sample:
     return samples_PG
 
 
+def prepare_steps(objective: Objective) -> tuple[Callable, ...]:
+    """The preparations of an objective, as they were given to it."""
+    steps = tuple(objective)[_Functions._fields.index("prepare")]
+    if steps is None:
+        return ()
+    return steps.keywords["steps"] if getattr(steps, "func", None) is in_turn else (steps,)
+
+
+def with_steps(objective: Objective, *steps: Callable) -> Objective:
+    """The objective with these preparations and no others."""
+    several = steps[0] if len(steps) == 1 else functools.partial(in_turn, steps=steps)
+    return objective._replace(prepare=several)
+
+
 def then_prepare(objective: Objective, step: Prepare) -> Objective:
     """The objective with one more preparation, after its own."""
-    if objective.prepare is None:
-        return objective._replace(prepare=step)
-    first = objective.prepare
-    steps = first.keywords["steps"] if getattr(first, "func", None) is in_turn else (first,)
-    return objective._replace(prepare=functools.partial(in_turn, steps=(*steps, step)))
+    return with_steps(objective, *prepare_steps(objective), step)
 
 
 def inner(loss: Loss) -> Loss | None:
@@ -278,22 +338,59 @@ def batch_advantages(objective: Objective, reward_PG: Array) -> Array:
         raise ValueError(
             f"rewards have the axes P, G (or P, N, G for N rewards), got shape {jnp.shape(reward_PG)}."
         )
-    return jax.vmap(objective.advantage, axis_name=PROMPT_AXIS)(jnp.asarray(reward_PG))
+    reward_PG = jnp.asarray(reward_PG)
+    adv_PG = jax.vmap(objective.advantage, axis_name=PROMPT_AXIS)(reward_PG)
+    P, *_, G = reward_PG.shape
+    if jnp.shape(adv_PG) != (P, G):
+        raise TypeError(
+            f"advantage={recipe(objective.advantage)} must return one value for each of the {G} "
+            f"completions of a group, shape ({G},), got {_shown(jax.tree.map(lambda x: x[0], adv_PG))}."
+        )
+    return adv_PG
 
 
-def over_samples(function: Callable, logp_PGT: Array, samples_PG: Sample):
-    """`function(logp_T, sample)` for every sequence of a batch, and the sum of what it returns."""
+def _shown(value: Any) -> str:
+    """A wrong result, as an error message tells it."""
+    if isinstance(value, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+        return f"an array of shape {value.shape}" if value.shape else "a scalar"
+    return type(value).__name__ if isinstance(value, tuple | list | dict) else repr(value)
+
+
+def as_mean(value: Any, loss: Loss) -> Mean:
+    """What a loss returned, or a TypeError where that is not a `Mean` of two scalars."""
+    if isinstance(value, Mean):
+        shapes = [jnp.shape(x) for x in value]
+        if shapes == [(), ()]:
+            return value
+        shown = f"a Mean of shapes {shapes[0]} and {shapes[1]}"
+    else:
+        shown = _shown(value)
+    raise TypeError(
+        f"loss={recipe(loss)} must return a Mean of two scalars for each sequence, "
+        f"Mean(total, weight), got {shown}."
+    )
+
+
+def map_samples(function: Callable, logp_PGT: Array, samples_PG: Sample):
+    """`function(logp_T, sample)` for every sequence of a batch."""
     chex.assert_rank(logp_PGT, 3)
     P, G, _ = logp_PGT.shape
     if jnp.ndim(samples_PG.adv) == 0:
         samples_PG = samples_PG._replace(adv=jnp.full((P, G), samples_PG.adv, logp_PGT.dtype))
     chex.assert_tree_shape_prefix((logp_PGT, samples_PG), (P, G))
-    out_PG = jax.vmap(jax.vmap(function))(logp_PGT, samples_PG)
+    return jax.vmap(jax.vmap(function))(logp_PGT, samples_PG)
+
+
+def over_samples(function: Callable, logp_PGT: Array, samples_PG: Sample):
+    """`function(logp_T, sample)` for every sequence of a batch, and the sum of what it returns."""
+    out_PG = map_samples(function, logp_PGT, samples_PG)
     return jax.tree.map(lambda x_PG: jnp.sum(x_PG, axis=(0, 1)), out_PG)
 
 
 def batch_loss(objective: Objective, logp_PGT: Array, samples_PG: Sample) -> Mean:
     """The loss of a batch, or of any piece of it: pieces add up to the whole."""
-    return over_samples(
-        lambda logp_T, sample: objective.loss(*neutralise(logp_T, sample)), logp_PGT, samples_PG
-    )
+
+    def one(logp_T: Array, sample: Sample) -> Mean:
+        return as_mean(objective.loss(*neutralise(logp_T, sample)), objective.loss)
+
+    return over_samples(one, logp_PGT, samples_PG)

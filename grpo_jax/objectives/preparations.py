@@ -12,8 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.objectives import returns
-from grpo_jax.objectives.advantages import CONSTANT, PROMPT_AXIS, Advantage, has_signal, standardize
-from grpo_jax.objectives.compose import need
+from grpo_jax.objectives.advantages import (
+    PROMPT_AXIS,
+    Advantage,
+    has_signal,
+    standardize,
+    weighted_mean,
+    z_scores,
+)
+from grpo_jax.objectives.compose import Loss, map_samples, need, seen_by_core
 from grpo_jax.types import Array, Sample
 
 
@@ -109,19 +116,13 @@ def whiten_tokens(samples_PG: Sample, *, ddof: int = 0, eps: float = 0.0) -> Sam
     """A_t ← (A_t − mean)/(std + eps) over every trained token of the batch. Hu 2025 (REINFORCE++,
     2501.03262).
 
+    A long completion counts as often as it has tokens, so that the advantages of tokens have mean 0.
     Equal advantages everywhere become 0, and so do those of sequences that could not be scored.
     """
     keep_PGT = _scored(samples_PG, "whiten_tokens")
     adv_PGT = samples_PG.adv if jnp.ndim(samples_PG.adv) == 3 else samples_PG.adv[..., None]
     adv_PGT = jnp.broadcast_to(adv_PGT, keep_PGT.shape)
-    count = jnp.sum(keep_PGT)
-    mean = jnp.sum(jnp.where(keep_PGT, adv_PGT, 0.0)) / jnp.maximum(count, 1)
-    centered_PGT = jnp.where(keep_PGT, adv_PGT - mean, 0.0)
-    std = jnp.sqrt(jnp.sum(centered_PGT**2) / jnp.maximum(count - ddof, 1))
-    constant = std <= CONSTANT * jnp.maximum(1.0, jnp.abs(mean))
-    return samples_PG._replace(
-        adv=jnp.where(constant, 0.0, centered_PGT / jnp.where(constant, 1.0, std + eps))
-    )
+    return samples_PG._replace(adv=z_scores(adv_PGT, keep_PGT, ddof=ddof, eps=eps))
 
 
 def length_weighted_baseline(samples_PG: Sample) -> Sample:
@@ -136,10 +137,7 @@ def length_weighted_baseline(samples_PG: Sample) -> Sample:
 
     def one_group(reward_G: Array, length_G: Array) -> Array:
         scored_G = ~jnp.isnan(reward_G)
-        weight_G = jnp.where(scored_G, length_G, 0)
-        baseline = jnp.sum(weight_G * jnp.where(scored_G, reward_G, 0.0)) / jnp.maximum(
-            jnp.sum(weight_G), 1
-        )
+        baseline = weighted_mean(reward_G, scored_G, length_G)
         return jnp.where(scored_G & has_signal(reward_G), reward_G - baseline, 0.0)
 
     return samples_PG._replace(adv=jax.vmap(one_group)(reward_PG, length_PG))
@@ -169,9 +167,16 @@ def high_entropy(samples_PG: Sample, *, fraction: float) -> Sample:
     return samples_PG._replace(weight_T=weight_PGT)
 
 
-def count_group_tokens(samples_PG: Sample) -> Sample:
-    """Tells every sequence how many trained tokens its group has."""
-    tokens_P = jnp.sum(samples_PG.mask_T, axis=(1, 2))
-    return samples_PG._replace(
-        group_tokens=jnp.broadcast_to(tokens_P[:, None], samples_PG.mask_T.shape[:2])
-    )
+def count_group_tokens(samples_PG: Sample, *, loss: Loss) -> Sample:
+    """Tells every sequence how many tokens its group trains, under the masks of the objective's
+    loss.
+
+    An objective hands its own loss to a preparation that takes one: what is dropped later counts.
+    """
+
+    def trained(logp_T: Array, sample: Sample) -> Array:
+        return jnp.sum(seen_by_core(loss, logp_T, sample)[2].mask_T)
+
+    tokens_PG = map_samples(trained, samples_PG.old_logp_T, samples_PG)
+    tokens_P1 = jnp.sum(tokens_PG, axis=1, keepdims=True)
+    return samples_PG._replace(group_tokens=jnp.broadcast_to(tokens_P1, tokens_PG.shape))

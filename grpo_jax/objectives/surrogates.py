@@ -2,6 +2,9 @@
 
 `w·A·exp(x − sg[x])` has the value w·A and the gradient w·A·∇log π: this is how a detached weight w
 multiplies a score function without the surrogate ever seeing log π.
+
+x may be as large as a sum over a sequence: a surrogate exponentiates it with `bounded_exp`. Options
+may be arrays, traced ones too.
 """
 
 import math
@@ -9,6 +12,8 @@ import math
 import jax
 import jax.numpy as jnp
 
+from grpo_jax.objectives.exponentials import bounded_exp, bounded_expm1
+from grpo_jax.objectives.values import number
 from grpo_jax.types import Array
 
 sg = jax.lax.stop_gradient
@@ -19,17 +24,31 @@ def _score(log_ratio: Array) -> Array:
     return jnp.exp(log_ratio - sg(log_ratio))
 
 
-def _bounds(low: float, high: float) -> tuple[float, float]:
+def _bounds(low: float | Array, high: float | Array) -> tuple[float | Array, float | Array]:
     """The clip range [1 − low, 1 + high] as logarithms; low ≥ 1 means no lower bound."""
-    return (math.log1p(-low) if low < 1 else -math.inf), math.log1p(high)
+    below = number("low", low)
+    above = number("high", high)
+    if below is None or above is None:
+        return jnp.log1p(-jnp.minimum(low, 1.0)), jnp.log1p(high)
+    return (math.log1p(-below) if below < 1 else -math.inf), math.log1p(above)
 
 
 def unclipped(log_ratio: Array, adv: Array) -> Array:
     """−r·A. Schulman et al. 2017 (1707.06347), eq. 6; with the ratio `on_policy`, REINFORCE."""
-    return -adv * jnp.exp(log_ratio)
+    return -adv * bounded_exp(log_ratio)
 
 
-def clipped(log_ratio: Array, adv: Array, *, low: float, high: float) -> Array:
+def truncated(log_ratio: Array, adv: Array, *, bound: float | Array) -> Array:
+    """−sg[min(r, bound)]·A·log π, as its gradient: that of −r·A, with a weight that is bounded.
+
+    Truncated importance sampling, Ionides 2008. No token loses its gradient; inf: no bound.
+    """
+    known = number("bound", bound)
+    upper = jnp.log(bound) if known is None else math.log(known)
+    return -bounded_exp(jnp.minimum(sg(log_ratio), upper)) * adv * _score(log_ratio)
+
+
+def clipped(log_ratio: Array, adv: Array, *, low: float | Array, high: float | Array) -> Array:
     """−min(r·A, clip(r, 1−low, 1+high)·A). Schulman et al. 2017 (1707.06347), eq. 7; low ≠ high:
     DAPO, 2503.14476.
     """
@@ -38,17 +57,17 @@ def clipped(log_ratio: Array, adv: Array, *, low: float, high: float) -> Array:
     # keeps what the minimum discards from overflowing; a token beyond the bound has no gradient.
     above = (adv >= 0) & (log_ratio > upper)
     below = (adv < 0) & (log_ratio < lower)
-    return -adv * jnp.exp(jnp.where(above, upper, jnp.where(below, lower, log_ratio)))
+    return -adv * bounded_exp(jnp.where(above, upper, jnp.where(below, lower, log_ratio)))
 
 
-def weighted(log_ratio: Array, adv: Array, *, low: float, high: float) -> Array:
+def weighted(log_ratio: Array, adv: Array, *, low: float | Array, high: float | Array) -> Array:
     """−sg[clip(r, 1−low, 1+high)]·A·log π, as its gradient. MiniMax 2025 (CISPO, 2506.13585), eqs.
     4 and 5.
 
     No token loses its gradient; its weight is bounded. low ≥ 1 means no lower bound, as the paper
     trains.
     """
-    weight = jnp.exp(jnp.clip(sg(log_ratio), *_bounds(low, high)))
+    weight = bounded_exp(jnp.clip(sg(log_ratio), *_bounds(low, high)))
     return -weight * adv * _score(log_ratio)
 
 
@@ -59,7 +78,7 @@ def soft_gated(
     2511.20347).
     """
     tau = jnp.where(adv > 0, tau_pos, tau_neg)
-    return -adv * jax.nn.sigmoid(tau * jnp.expm1(log_ratio)) * 4.0 / tau
+    return -adv * jax.nn.sigmoid(tau * bounded_expm1(log_ratio)) * 4.0 / tau
 
 
 def gamma_weighted(

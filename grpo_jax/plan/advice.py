@@ -67,7 +67,7 @@ def for_sampler(plan: Plan, sampler: CompiledProgram) -> list[str | None]:
     if slots > 1:
         flag = f"--decode-slots {slots // 2}"
         found.append(f"{flag}: caches of half as many completions of a prompt, now {slots}")
-    return [*found, narrower(plan, "weights and caches")]
+    return [*found, narrower_sampler(plan)]
 
 
 def for_evaluation(plan: Plan, sampler: CompiledProgram) -> list[str | None]:
@@ -78,7 +78,7 @@ def for_evaluation(plan: Plan, sampler: CompiledProgram) -> list[str | None]:
     if size > parts:
         fewer = max(parts, size // 2)
         found.append(f"--eval-batch-size {fewer}: fewer caches at a time, now {size} rows")
-    return [*found, narrower(plan, "weights and caches")]
+    return [*found, narrower_sampler(plan)]
 
 
 def for_rest(plan: Plan, program: CompiledProgram) -> list[str | None]:
@@ -103,11 +103,14 @@ def smaller_state(plan: Plan) -> list[str | None]:
         flag = f"--mesh fsdp={sizes['data'] * sizes['fsdp']},tensor={sizes['tensor']}"
         now = sizes["fsdp"] * sizes["tensor"]
         found.append(f"{flag}: parameters and optimiser state over all chips, now over {now}")
-    return [*found, narrower(plan, "parameters and moments")]
+    if plan.config.precision.moments == "float32":
+        found.append("--moment-dtype bfloat16: halves the optimiser's first moment")
+    return found
 
 
-def narrower(plan: Plan, halved: str) -> str | None:
-    return f"--dtype bfloat16: halves {halved}" if plan.config.dtype == "float32" else None
+def narrower_sampler(plan: Plan) -> str | None:
+    wide = plan.config.precision.computed == "float32"
+    return "--compute-dtype bfloat16: halves the sampler's weights and caches" if wide else None
 
 
 def more_tensor(plan: Plan) -> str | None:

@@ -10,12 +10,13 @@ from typing import Any, NamedTuple
 import jax
 
 from grpo_jax.models import LanguageModel
-from grpo_jax.parallel.backends import Program
-from grpo_jax.plan.listed import SAMPLE, Listed
-from grpo_jax.types import Params
+from grpo_jax.parallel.backends import Program, listed
+from grpo_jax.plan.listed import Listed
+from grpo_jax.training.stages import Stages
+from grpo_jax.types import Params, RunState, Weights
 
 # Kinds of programs whose first argument is a part of what lives on the devices all the time.
-TAKES_STATE = ("step", "logp", "entropy", "values")
+TAKES_STATE = ("step", "cast", "logp", "entropy", "values")
 
 
 def bytes_per_device(shapes: Any) -> int:
@@ -32,14 +33,14 @@ class Held(NamedTuple):
     """Bytes on a device of what lasts longer than a program.
 
     `state` is the train state with a critic's part, `reference` the reference, moving or not, and
-    `queue` what was sampled ahead. `shared` are those of the sampler's weights that are the very
-    arrays of the state; its copies of the others are there only while it samples.
+    `queue` what was sampled ahead. `shared` are, for each kind of program that samples, those of
+    its weights that are the very arrays of the state; copies are there only while it samples.
     """
 
     state: int
     reference: int
     queue: int
-    shared: int
+    shared: dict[str, int]
 
     @property
     def everything(self) -> int:
@@ -49,49 +50,76 @@ class Held(NamedTuple):
         """Bytes that stay on a device besides the arguments of a program of that kind."""
         if kind == "supervised":  # before the run has a state
             return 0
-        if kind in SAMPLE:
-            return self.everything - self.shared
         if kind in TAKES_STATE:
             _, first, *_ = program.args[0]
             return self.everything - bytes_per_device(first)
-        return self.everything
+        return self.everything - self.shared.get(kind, 0)
 
 
-def shared_bytes(policy: Params, served: Params) -> int:
-    """Bytes of the sampler's weights that lie as they lie in training."""
-    return bytes_per_device(
-        [after for before, after in pairs(policy, served) if lies_as(before, after)]
-    )
+class Publication(NamedTuple):
+    """The policy on its way to the sampler, as shapes with shardings.
+
+    `source` lies as in training, in the type that the sampler computes in; it is a copy (`cast`)
+    where that is not the type of the parameters. `served` lies as the sampler reads it.
+    """
+
+    source: Params
+    served: Params
+    cast: bool
+
+    @property
+    def shared(self) -> int:
+        """Bytes on a device of what the sampler reads out of the state itself."""
+        return 0 if self.cast else shared_bytes(self.source, self.served)
 
 
-def pairs(policy: Params, served: Params) -> Sequence[tuple]:
-    """Each parameter in the layout of training and in that of the sampler."""
-    return list(zip(*map(jax.tree.leaves, (policy, served)), strict=True))
+def publication(stages: Stages, state: RunState, policy: Params) -> Publication:
+    """What the stage `publish` makes of a policy."""
+    with listed() as found:
+        served = stages.publish(Weights(state.train.params, state.train.step, state.reference))
+    cast = next((program.out for program in found.values()), None)
+    return Publication(policy if cast is None else laid_as(policy, cast), served, cast is not None)
+
+
+def laid_as(layout: Params, shapes: Params) -> Params:
+    """Shapes, in the layout of other ones."""
+    return jax.tree.map(lambda x, like: x.update(sharding=like.sharding), shapes, layout)
+
+
+def shared_bytes(before: Params, after: Params) -> int:
+    """Bytes on a device of the arrays that need not change their layout."""
+    return bytes_per_device([new for old, new in pairs(before, after) if lies_as(old, new)])
+
+
+def pairs(before: Params, after: Params) -> Sequence[tuple]:
+    """Each array in two layouts."""
+    return list(zip(*map(jax.tree.leaves, (before, after)), strict=True))
 
 
 def lies_as(before: jax.ShapeDtypeStruct, after: jax.ShapeDtypeStruct) -> bool:
     return before.sharding.is_equivalent_to(after.sharding, before.ndim)
 
 
-def layout_of_largest(policy: Params, served: Params) -> tuple[Program, int] | None:
-    """The change of layout that needs most, of one parameter, and what lies beside it.
+def layout_of_largest(published: Publication) -> tuple[Program, int] | None:
+    """The change of layout that needs most, of one array, and what lies beside it and the state.
 
-    Parameters change one after another. Beside the one lie the copies of all others, in the
-    sampler's layout, and the state without the one. None where no parameter moves.
+    Arrays change one after another: copies of all others, in the sampler's layout, lie beside the
+    one, and all of a cast policy. None where no array moves.
     """
-    moved = [pair for pair in pairs(policy, served) if not lies_as(*pair)]
+    moved = [pair for pair in pairs(published.source, published.served) if not lies_as(*pair)]
     if not moved:
         return None
     before, after = max(moved, key=lambda pair: bytes_per_device(pair[1]))
-    copied = bytes_per_device([weight for _, weight in moved])
-    beside = copied - bytes_per_device(after) - bytes_per_device(before)
+    copies = bytes_per_device([new for _, new in moved]) - bytes_per_device(after)
+    whole = bytes_per_device(published.source) if published.cast else 0
     jitted = jax.jit(lambda x: x, out_shardings=after.sharding)
 
     def lower(platforms: tuple[str, ...] = ()) -> jax.stages.Lowered:
         return jitted.trace(before).lower(lowering_platforms=platforms or None)
 
     described = ("layout", {}, (({}, before), {}), after)
-    return Program(*described, lambda: lower().compile(), lower), beside
+    program = Program(*described, lambda: lower().compile(), lower)
+    return program, copies + whole - bytes_per_device(before)
 
 
 def held_in_training(params: Params, parts: int) -> int:
@@ -102,7 +130,6 @@ def held_in_training(params: Params, parts: int) -> int:
 
 def sampling_bound(
     model: LanguageModel,
-    policy: Params,
     served: Params,
     devices: int,
     own_bytes: int,
@@ -117,8 +144,7 @@ def sampling_bound(
 
     Args:
       model: the policy.
-      policy: its parameters, as shapes.
-      served: the parameters as the sampler holds them, with shardings.
+      served: the parameters as the sampler reads them, as shapes with shardings.
       devices: the number of devices.
       own_bytes: memory on the chip itself, of a device.
       sampler: the program, with its `generation` among its options.
@@ -127,7 +153,7 @@ def sampling_bound(
     T = generation.max_new_tokens
     array = partial(jax.ShapeDtypeStruct, (sampler.sizes["prompt_length"],))
     own = jax.eval_shape(lambda: model.empty(T))
-    _, cache = jax.eval_shape(model.prefill, policy, array("int32"), array("bool"))
+    _, cache = jax.eval_shape(model.prefill, served, array("int32"), array("bool"))
     size = lambda tree: sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
     of_prompt = generation.slots * size(own) + size(cache)
     caches = sampler.sizes["prompts"] * of_prompt / devices

@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from grpo_jax.config import TINY, tiny_config
-from grpo_jax.inference.tokenizer import ByteTokenizer, HFTokenizer, Message, Tokenizer
-from grpo_jax.models import DecoderConfig
+from grpo_jax import components
+from grpo_jax.inference.tokenizer import Message, Tokenizer, load_tokenizer
+from grpo_jax.models import DecoderConfig, LanguageModel, decoder
 from grpo_jax.models.hub import CONFIG, config_from_hf, find_folder
-from grpo_jax.options import OptionError
+from grpo_jax.options import OptionError, Precision
+from grpo_jax.plan.config import PlanConfig
 
 # vocabulary, hidden, intermediate, layers, heads, key/value heads, head size, tied embeddings, bias
 # on q, k, v
@@ -49,10 +50,22 @@ class ShapeTokenizer(NamedTuple):
         return [self.pad_id]
 
 
-def model_config(name: str, dtype: str) -> DecoderConfig:
-    """The decoder's shape: of "tiny", a built-in name, a config.json, its folder, or a Hub id."""
-    if name == TINY:
-        return tiny_config(ByteTokenizer.vocab_size, dtype)
+def model_of(config: PlanConfig) -> tuple[LanguageModel, Tokenizer]:
+    """The model of a run, and its own tokenizer if that is here, else one that stands for it."""
+    name = config.model
+    if name in components.MODELS:
+        tokenizer = components.tokenizer_of(config)
+        return components.MODELS[name](config, tokenizer), tokenizer
+    model = decoder(model_config(name, config.precision))
+    folder = Path(name).parent if Path(name).is_file() else Path(name)
+    if any((folder / file).is_file() for file in TOKENIZER):
+        return model, load_tokenizer(folder, **config.template_options())
+    family = name.lower().rpartition("-")[0]
+    return model, ShapeTokenizer(TOKENS.get(family, model.config.vocab_size))
+
+
+def model_config(name: str, precision: Precision = Precision()) -> DecoderConfig:
+    """The decoder's shape: of a built-in name, a config.json, its folder, or a Hub id."""
     if name.lower() in SHAPES:
         *sizes, tied, bias = SHAPES[name.lower()]
         return DecoderConfig(
@@ -61,27 +74,18 @@ def model_config(name: str, dtype: str) -> DecoderConfig:
             tie_word_embeddings=tied,
             attention_bias=bias,
             max_position_embeddings=32_768,
-            dtype=dtype,
+            dtype=precision.computed,
+            param_dtype=precision.params,
         )
     path = Path(name)
     if not path.exists() and "/" not in name:
+        known = ", ".join((*components.MODELS, *SHAPES))
         raise OptionError(
             "model",
             f"{name!r} is no file, no folder and no known shape: expected a Hugging Face "
-            f"config.json or its folder, a Hub id, or one of {', '.join((TINY, *SHAPES))}",
+            f"config.json or its folder, a Hub id, or one of {known}",
         )
     path = path if path.is_file() else find_folder(name, (CONFIG,)) / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} has no {CONFIG}")
-    return config_from_hf(json.loads(path.read_text()), dtype)
-
-
-def tokenizer_of(name: str, config: DecoderConfig) -> Tokenizer:
-    """The model's own tokenizer if it is in a folder here, else one that stands for it."""
-    if name == TINY:
-        return ByteTokenizer()
-    folder = Path(name).parent if Path(name).is_file() else Path(name)
-    if any((folder / file).is_file() for file in TOKENIZER):
-        return HFTokenizer(folder)
-    family = name.lower().rpartition("-")[0]
-    return ShapeTokenizer(TOKENS.get(family, config.vocab_size))
+    return config_from_hf(json.loads(path.read_text()), precision)

@@ -37,10 +37,11 @@ from grpo_jax.plan.memory import (
     bytes_per_device,
     held_in_training,
     layout_of_largest,
+    publication,
     sampling_bound,
     shared_bytes,
 )
-from grpo_jax.plan.models import PROMPT_LENGTH, ShapeTokenizer, model_config, tokenizer_of
+from grpo_jax.plan.models import PROMPT_LENGTH, ShapeTokenizer, model_of
 from grpo_jax.plan.topology import parse_topology
 from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
@@ -73,21 +74,24 @@ def list_programs(config: PlanConfig, mesh: Mesh) -> Listing:
     stages = stages_of(config, components)
     state = state_shapes(stages, components)
     policy = policy_of(components.critic, state.train.params)
-    served = components.devices.for_decoding(policy)
+    published = publication(stages, state, policy)
     held = Held(
         state=bytes_per_device(state.train),
         reference=bytes_per_device(state.reference),
         queue=config.max_staleness * queued_bytes(config, components),
-        shared=shared_bytes(policy, served),
+        shared={
+            "sampler": published.shared,
+            "evaluation": shared_bytes(policy, components.devices.for_decoding(policy)),
+        },
     )
     found = []
-    if layout := layout_of_largest(policy, served):
+    if layout := layout_of_largest(published):
         program, copies = layout
         found.append(described("layout", program, held.everything + copies))
     for kind, program in programs_by_kind(config, components, stages, state):
         found.append(described(kind, program, held.beside(kind, program)))
     own = parse_topology(config.topology).own_bytes
-    least = partial(sampling_bound, components.model, policy, served, mesh.size, own)
+    least = partial(sampling_bound, components.model, published.served, mesh.size, own)
     found = [one._replace(bound_bytes=least(one)) if one.kind in SAMPLE else one for one in found]
     return Listing(config, sum(x.size for x in jax.tree.leaves(policy)), found)
 
@@ -97,16 +101,17 @@ def list_programs(config: PlanConfig, mesh: Mesh) -> Listing:
 
 def components_on(config: PlanConfig, mesh: Mesh) -> tuple[PlanConfig, Components]:
     """`components.build` on shapes; and the options, with those said that depend on them."""
-    shape = model_config(config.model, config.dtype)
-    tokenizer = tokenizer_of(config.model, shape)
+    model, tokenizer = model_of(config)
     task = task_of(config)
     length = prompt_length_of(config, task, tokenizer)
-    model = decoder(shape, scan=config.model != TINY)
     check_positions(model, length, config.generation.max_new_tokens)
     params = jax.eval_shape(model.init, jax.random.key(0))
-    remat = remat_of(config, shape, params, length)
     devices = on_shapes(sharded(mesh, model.axes, config.decode_weights))
-    model = devices.for_training(decoder(shape, remat=remat, scan=config.model != TINY))
+    remat = config.remat
+    if isinstance(model.config, DecoderConfig):
+        remat = remat_of(config, model.config, params, length)
+        model = decoder(model.config, remat=remat, scan=config.model != TINY)
+    model = devices.for_training(model)
     objective = objective_of(config)
     components = Components(
         model=model,

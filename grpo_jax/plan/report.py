@@ -1,7 +1,7 @@
 """A plan as figures and as a page."""
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from grpo_jax.plan.plan import CompiledProgram, Plan, Planned
 from grpo_jax.plan.topology import GIB
 
 TITLES = {
+    "cast": "weights for the sampler, cast",
     "layout": "layout, largest",
     "sampler": "sampler",
     "evaluation": "evaluation's sampler",
@@ -58,7 +59,9 @@ def figures(plan: Plan) -> dict[str, Any]:
         "usable_bytes": plan.topology.usable_bytes,
         "model": config.model,
         "parameters": plan.parameters,
-        "dtype": config.dtype,
+        "dtype": config.precision.computed,
+        "param_dtype": config.precision.params,
+        "moment_dtype": config.precision.moments,
         "remat": config.remat,
         "mesh": config.mesh_sizes,
         "decode_weights": config.decode_weights,
@@ -162,8 +165,9 @@ def heading(plan: Plan) -> str:
     axes = [f"{axis} {size}" for axis, size in config.mesh_sizes.items() if size > 1]
     slots = generation.decode_slots
     sampled = "" if slots is None else f" ({slots} sampled at a time)"
-    size = f"{plan.parameters / 1e9:.2f} billion parameters, {config.dtype}"
-    chips = f"{plan.topology.chips} chips as {' × '.join(axes) or 'one chip'}"
+    types = f"{config.precision.params}, computed in {config.precision.computed}"
+    size = f"{plan.parameters / 1e9:.2f} billion parameters, {types}"
+    chips = f"{plan.topology.chips} chips as {' × '.join(axes)}" if axes else "one device"
     batch = f"{config.batching.prompts_per_step} prompts of {config.batching.prompt_length} tokens"
     group = f"{generation.group_size} completions of {generation.max_new_tokens}{sampled}"
     cuts = f"{update.microbatches} × {update.group_microbatches} micro-batches"
@@ -179,17 +183,28 @@ def title(listed: Listed) -> str:
 
 
 def listed_table(plan: Plan) -> Table:
-    """Every program, with what tells those of one kind apart; the compiled ones are marked."""
-    table = Table("program", "prompts", "completions", "tokens of a group", "kept", "compiled")
-    for listed, compiled in plan.programs:
-        sizes = listed.sizes
+    """Every program; those of one kind with completions of one length are in one row."""
+    heads = ("programs", "prompts", "completions", "tokens of a group", "kept", "compiled")
+    table = Table("", *heads)
+    rows: dict = defaultdict(list)
+    for planned in plan.programs:
+        sizes = planned.listed.sizes
         group = [sizes[name] for name in ("group_size", "completion_length") if name in sizes]
-        tokens = sizes.get("packed_tokens", "all" if group else "")
-        kept = sizes.get("kept_prompts", "")
-        of_group = f" × {sizes['kept_tokens']}" if "kept_tokens" in sizes else ""
-        cells = (sizes.get("prompts", ""), " × ".join(map(str, group)), tokens, f"{kept}{of_group}")
-        table.add_row(title(listed), *map(str, cells), "" if compiled is None else "yes")
+        rows[title(planned.listed), " × ".join(map(str, group))].append(planned)
+    for (name, completions), found in rows.items():
+        compiled = sum(one.compiled is not None for one in found)
+        prompts = values_of("prompts", found)
+        tokens = values_of("packed_tokens", found, "all" if completions else "")
+        kept = values_of("kept_prompts", found, "")
+        cells = (prompts, completions, tokens, kept, compiled or "")
+        table.add_row(name, str(len(found)), *map(str, cells))
     return table
+
+
+def values_of(size: str, programs: Sequence[Planned], absent: Any = "") -> str:
+    """The values that programs have of a size, each once."""
+    found = dict.fromkeys(one.listed.sizes.get(size, absent) for one in programs)
+    return ", ".join(str(value) for value in found if value != "")
 
 
 def memory_table(plan: Plan) -> Table:

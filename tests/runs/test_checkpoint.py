@@ -168,7 +168,6 @@ def test_the_state_of_an_objective_comes_back(tmp_path):
     assert bits(back) == bits(state)
 
 
-
 def test_the_newest_and_the_first_are_kept(tmp_path):
     states = {i: state_of(i, iteration=i) for i in range(5)}
     with open_checkpoints(tmp_path, keep=2) as checkpoints:

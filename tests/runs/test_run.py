@@ -3,40 +3,80 @@
 import dataclasses
 import io
 import json
+import math
 import random
 import shutil
 import signal
 import time
+from functools import partial
+from pathlib import Path
 
 import chex
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from grpo_jax.config import TrainConfig, load_config
+from grpo_jax.components import build, objective_of, optimizer_of, reference_rule, remat_of, stages_of
+from grpo_jax.config import TrainConfig, load_config, tiny_config
+from grpo_jax.inference.logprobs import completion_logp
+from grpo_jax.inference.tokenizer import ByteTokenizer
 from grpo_jax.models import decoder
-from grpo_jax.objectives import grpo
-from grpo_jax.parallel import memory as room_of
-from grpo_jax.runs import checkpoint, plots, run
-from grpo_jax.runs.folder import read_lines
+from grpo_jax.objectives import every, grpo
+from grpo_jax.options import Batching, Generation, OptionError, Sampling, Scoring, Update
+from grpo_jax.parallel.backends import SINGLE
+from grpo_jax.parallel.memory import memory_for_training
+from grpo_jax.runs import checkpoint, run
+from grpo_jax.runs.folder import json_text, read_lines
 from grpo_jax.runs.terminal import Screen
 from grpo_jax.tasks import TASKS
-from grpo_jax.training import loop
-from grpo_jax.types import TrainState
+from grpo_jax.training.evaluate import evaluate
+from grpo_jax.training.loop import train
+from grpo_jax.training.optimizers import adamw
+from grpo_jax.training.sft import sft
+from grpo_jax.types import Prompts, TrainState
 from rich.console import Console
 
-from toy import OPTIONS, finished_run, install, launch, letters
+from toy import OPTIONS, ascii_share, bigram, finished_run, install, launch, letters
 
 FILES = {
     "config.json", "metrics.jsonl", "timings.jsonl", "completions.jsonl", "summary.json", "curves.png", "checkpoints",
     "tensorboard",
 }  # fmt: skip
+# A run in this process.
+SMALL = {
+    "task": "letters", "steps": 3, "prompts_per_step": 2, "group_size": 4, "max_new_tokens": 8, "sft_steps": 0,
+    "learning_rate": 0.05, "lr_warmup": 0, "eval_rows": 3, "save_every": 1, "keep_checkpoints": 2, "length_buckets": 1,
+    "pack_tokens": False, "drop_zero_variance": False, "compactions": 0,
+}  # fmt: skip
 
 
-@pytest.fixture(scope="module", autouse=True)
-def toys():
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch)
-        yield
+def moody(completion: str) -> float | None:
+    """A reward that raises for some completions."""
+    if completion[:1] > "\x7f":
+        raise ZeroDivisionError("not today")
+    return ascii_share(completion)
+
+
+def moody_letters(*, train_size: int = 10):
+    return letters(train_size=train_size)._replace(name="moody", reward=moody)
+
+
+install()
+TASKS["moody"] = moody_letters
+
+
+class Silent(Screen):
+    def __init__(self):
+        super().__init__(Console(file=io.StringIO(), width=200), interval=0.0)
+
+
+def small(**options) -> TrainConfig:
+    return TrainConfig.of("bigram", **SMALL | options)
+
+
+def go(config: TrainConfig, folder: Path, **options) -> dict:
+    """The run of a configuration in a folder."""
+    return run.train(dataclasses.replace(config, out=str(folder)), screen=Silent(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -45,14 +85,17 @@ def whole(tmp_path_factory):
 
 
 def state_of(folder, iteration=None):
-    """Everything in a checkpoint of a run."""
+    """Everything in a checkpoint of a run, and its record."""
     config = load_config(folder)
-    parts = run.build(config)
-    like = loop.begin(parts.params, parts.optimizer, 0, parts.critic)
-    if parts.update_reference is not None and iteration != 0:
-        like = like._replace(reference=parts.params)
+    components = build(config)
+    like = stages_of(config, components).start(components.params)
+    queued = run.queued_shapes(config, components.prompt_length)
     with checkpoint.open_checkpoints(folder / "checkpoints", keep=None) as checkpoints:
-        return checkpoint.restore(checkpoints, like, iteration)
+        return checkpoint.restore(checkpoints, like, iteration, queued=queued)
+
+
+def differ(left, right) -> bool:
+    return any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (left, right)), strict=True))
 
 
 def same_run(left, right):
@@ -75,22 +118,38 @@ def same_run(left, right):
 
 
 @pytest.mark.parametrize(
-    ("remat", "room", "expected"), [("auto", 10**9, "dots"), ("auto", 0, "layer"), ("none", 0, "none")]
+    ("remat", "prompts", "expected"), [("auto", 2, "dots"), ("auto", 2**30, "layer"), ("none", 2**30, "none")]
 )
-def test_what_a_layer_keeps_is_chosen_by_memory(monkeypatch, remat, room, expected):
-    made = []
-    monkeypatch.setattr(room_of, "memory_for_training", lambda params, parts=1: room)
-    monkeypatch.setattr(run, "decoder", lambda config, **options: made.append(options) or decoder(config, **options))
-    run.build(TrainConfig(task="letters", remat=remat).resolved())
-    assert made[-1] == {"remat": expected, "scan": False}
+def test_what_a_layer_keeps_is_chosen_by_memory(remat, prompts, expected):
+    config = TrainConfig.of(remat=remat, prompts_per_step=prompts)
+    model = decoder(tiny_config(259), scan=False)
+    params = jax.eval_shape(model.init, jax.random.key(0))
+    params = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), params)
+    assert remat_of(config, model, params, 16, SINGLE) == expected
+
+
+@pytest.mark.parametrize("remat", ["layer", "dots", "none"])
+def test_the_model_keeps_what_was_chosen(remat):
+    """Its program is that of a model made so."""
+    params = build(TrainConfig.of()).params
+    tokens, mask = np.zeros((1, 2, 3), np.int32), np.ones((1, 2, 3), bool)
+    prompts = Prompts(np.zeros((1, 4), np.int32), np.ones((1, 4), bool))
+
+    def program(model):
+        logp = lambda params: completion_logp(model, params, prompts, tokens, mask).sum()
+        return str(jax.make_jaxpr(jax.grad(logp))(params))
+
+    made = {name: program(decoder(tiny_config(259), remat=name, scan=False)) for name in ("layer", "dots", "none")}
+    assert len(set(made.values())) == 3
+    assert program(build(TrainConfig.of(remat=remat)).model) == made[remat]
 
 
 def test_room_for_training_is_half_of_what_the_state_leaves():
     """Weights, two moments and a reference in their own type, a gradient in float32, over the parts of a mesh."""
     params = {"a": np.zeros(10**6, np.float32), "b": np.zeros(10**6, np.float16)}
-    whole = room_of.memory_for_training({})
-    assert 2 * (whole - room_of.memory_for_training(params)) == (16 + 4 + 8 + 4) * 10**6
-    assert 2 * (whole - room_of.memory_for_training(params, 4)) == (16 + 4 + 8 + 4) * 10**6 // 4
+    whole = memory_for_training({})
+    assert 2 * (whole - memory_for_training(params)) == (16 + 4 + 8 + 4) * 10**6
+    assert 2 * (whole - memory_for_training(params, 4)) == (16 + 4 + 8 + 4) * 10**6 // 4
 
 
 def kill_when(process, condition, delay):
@@ -108,7 +167,7 @@ def kill_when(process, condition, delay):
 def test_killed_and_resumed_equals_uninterrupted(whole):
     """Law: whatever moment a run is killed at, `--resume` brings it to the same end.
 
-    Killed during the supervised warm-up, in the middle of writing a checkpoint, and somewhere in the iterations
+    Killed during the supervised updates, in the middle of writing a checkpoint, and somewhere in the iterations
     between two checkpoints; the moments are drawn from a seed. The uninterrupted run compiled its programs, these take
     them from the cache that it left: results do not depend on it.
     """
@@ -144,6 +203,29 @@ def test_killed_and_resumed_equals_uninterrupted(whole):
     assert not more, "all programs were taken from the cache"
 
 
+AHEAD = {
+    "--max-staleness": "2", "--ref-ema": "0.5", "--epochs": "2", "--save-every": "1", "--keep-checkpoints": "3",
+    "--objective-args": "beta=0.1",
+}  # fmt: skip
+
+
+def test_killed_with_batches_ahead_of_the_update_equals_uninterrupted(tmp_path):
+    """As above, where a state is more than a policy: batches of older policies, a moving reference, packed tokens."""
+    options = [*OPTIONS, *(word for pair in AHEAD.items() for word in pair), "--pack-tokens", "--drop-zero-variance"]
+    output, _ = launch(tmp_path, "train", *options, "--out", "whole").communicate()
+    assert (tmp_path / "whole" / "summary.json").exists(), output
+    process = launch(tmp_path, "train", *options, "--out", "killed", DIE_AT="4")
+    output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    assert len(state_of(tmp_path / "killed")[0].queue) == 2
+    process = launch(tmp_path, "train", "--resume", "killed")
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+    same_run(tmp_path / "killed", tmp_path / "whole")
+    config = load_config(tmp_path / "whole")
+    assert (config.max_staleness, config.batching.pack_tokens, config.batching.drop_zero_variance) == (2, True, True)
+
+
 @pytest.mark.parametrize("named", [False, True])
 def test_the_second_start_compiles_nothing(tmp_path, named):
     """Every program is kept in the user's cache folder, or a named one, and found there when the same run starts."""
@@ -163,7 +245,9 @@ def test_a_run_folder_is_complete(whole):
     assert {path.name for path in whole.iterdir()} == FILES
     assert (whole / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert list((whole / "tensorboard").glob("events*"))
-    assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == ["0", "7"], "--keep 1, and the first"
+    assert [path.name for path in sorted((whole / "checkpoints").iterdir())] == ["0", "7"], (
+        "--keep-checkpoints 1, and the first"
+    )
 
 
 def test_metrics_of_a_run(whole):
@@ -196,14 +280,14 @@ def test_summary_of_a_run(whole):
     assert summary["held_out_after"] == rows[-1]["held_out"]
     assert summary["sampled_tokens"] == sum(row["tokens"] for row in rows[1:])
     assert summary["seconds"] > 0
-    named = {"steps": 7, "task": "letters", "model": "tiny", "objective": "grpo", "seed": 4}
+    named = {"steps": 7, "task": "letters", "model": "bigram", "objective": "grpo", "seed": 4}
     assert named.items() <= summary.items()
 
 
 def test_config_holds_every_value_of_a_run(whole):
     config = load_config(whole)
     assert config == config.resolved()
-    assert (config.steps, config.out, config.microbatches) == (7, "whole", 1)
+    assert (config.steps, config.out, config.update.microbatches) == (7, "whole", 1)
     values = json.loads((whole / "config.json").read_text())
     assert values.keys() == {field.name for field in dataclasses.fields(TrainConfig)}
 
@@ -214,9 +298,9 @@ def test_a_run_is_opened_with_the_parameters_of_a_checkpoint(whole):
     for iteration, name in ((0, "held_out_before"), (None, "held_out_after"), (7, "held_out_after")):
         opened = run.open_run(whole, iteration)
         assert opened.iteration == (7 if iteration is None else iteration)
-        rows, result = run.held_out(opened.config, opened.parts, opened.params)
+        rows, result = run.held_out(opened.config, opened.components, opened.params)
         assert len(rows) == 5
-        assert result.accuracy == pytest.approx(summary[name])
+        assert result.mean_reward == pytest.approx(summary[name])
     with pytest.raises(FileNotFoundError, match=r"no checkpoint 3 in .*there are: \[0, 7\]"):
         run.open_run(whole, 3)
 
@@ -236,188 +320,218 @@ def test_a_run_is_never_overwritten(whole):
     assert {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()} == before
 
 
-class Silent(Screen):
-    def __init__(self):
-        super().__init__(Console(file=io.StringIO(), width=200), interval=0.0)
+def test_a_run_is_what_train_gives_for_its_options(tmp_path):
+    """Law: every option that changes a number reaches it; the same tuples, spelled out for `train`, say the same."""
+    config = small(
+        task="moody", task_args=("train_size=13",), steps=4, prompts_per_step=4, max_new_tokens=7, seed=11,
+        temperature=0.9, top_k=200, top_p=0.95, min_p=1e-4, decode_slots=2, compactions=1, epochs=2, microbatches=2,
+        group_microbatches=2, old_logp="first_epoch", logit_chunk=5, prompt_length=20, length_buckets=2,
+        pack_tokens=True, drop_zero_variance=True, weights=(0.5,), on_error="skip", learning_rate=0.03,
+        schedule="cosine", lr_warmup=3, weight_decay=0.2, clip_norm=0.1, moment_dtype="bfloat16", max_staleness=1,
+        ref_every=2, objective_args=("beta=0.3", "low=0.1"), log_completions=99,
+    )  # fmt: skip
+    go(config, tmp_path / "run")
+    model = bigram(0.01)
+    iterations = train(
+        model, model.init(jax.random.key(11)), moody_letters(train_size=13), ByteTokenizer(), grpo(beta=0.3, low=0.1),
+        adamw(
+            0.03, total_updates=8, schedule="cosine", lr_warmup=3, weight_decay=0.2, clip_norm=0.1, moments="bfloat16"
+        ),
+        steps=4, seed=11, generation=Generation(4, 7, Sampling(0.9, 200, 0.95, 1e-4), 2, 1),
+        update=Update(2, 2, 2, "first_epoch", 5), batching=Batching(4, 20, 2, True, True),
+        scoring=Scoring((0.5,), "skip"), max_staleness=1, update_reference=partial(every, interval=2),
+    )  # fmt: skip
+    rows = read_lines(tmp_path / "run" / "metrics.jsonl")[1:]
+    texts = read_lines(tmp_path / "run" / "completions.jsonl")
+    assert 0 < rows[0]["unscorable"] < 1, "or on_error shows nothing"
+    assert rows[-1]["kl"] > 0
+    for row, (_, metrics) in zip(rows, iterations, strict=True):
+        held_out = {name: row.pop(name) for name in list(row) if name.startswith("held_out")}
+        assert bool(held_out) == (row["step"] == 4)
+        metrics = {"step": metrics.pop("iteration")} | {
+            name: value for name, value in metrics.items() if not name.startswith("seconds/")
+        }
+        told = [{name: text[name] for name in text if name != "step"} for text in texts if text["step"] == row["step"]]
+        assert told == json.loads(json_text(metrics.pop("completions")))
+        assert row == json.loads(json_text(metrics))
 
 
-@pytest.fixture
-def no_picture(monkeypatch):
-    """Whole runs are quicker without one."""
-    monkeypatch.setattr(plots, "plot_curves", lambda rows, path: None)
-
-
-@pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize(
-    "options", [{"ref_ema": 0.8, "objective": "grpo", "stale": 2}, {"objective": "reinforce_baseline"}]
+    "options",
+    [
+        {"ref_ema": 0.8, "max_staleness": 2},
+        {"ref_every": 2, "pack_tokens": True, "drop_zero_variance": True},
+        {"objective": "reinforce_baseline"},
+        {"objective": "ppo", "objective_args": ("beta=0.1",)},
+        {},
+    ],
+    ids=str,
 )
-def test_a_moving_reference_stale_data_and_a_critic_are_resumed(tmp_path, options):
-    """Law: as above, for runs whose state is more than a policy; the kill is a missing last checkpoint."""
-    config = TrainConfig(
-        task="letters", steps=3, prompts=2, group_size=4, max_new_tokens=8, warm_up=0, learning_rate=0.05, eval_rows=3,
-        save_every=1, keep=2, out=str(tmp_path / "whole"), **options,
-    ).resolved()  # fmt: skip
-    run.train(config, screen=Silent())
-    resumed = dataclasses.replace(config, out=str(tmp_path / "resumed"))
-    shutil.copytree(config.out, resumed.out)
+def test_what_a_run_is_made_of_is_resumed(tmp_path, options):
+    """Law: as above, for states of every kind; the kill is a missing last checkpoint."""
+    config = small(**{"objective_args": ("beta=0.1",) if "objective" not in options else ()} | options)
+    go(config, tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
     shutil.rmtree(tmp_path / "resumed" / "checkpoints" / "3")
-    run.train(resumed, resume=True, screen=Silent())
+    go(config, tmp_path / "resumed", resume=True)
     same_run(tmp_path / "resumed", tmp_path / "whole")
-    if "ref_ema" in options:
-        saved, _ = state_of(tmp_path / "whole")
-        start, _ = state_of(tmp_path / "whole", 0)
-        for other in (saved.state.params, start.state.params):
-            assert any(np.any(a != b) for a, b in zip(*map(jax.tree.leaves, (saved.reference, other)), strict=True))
+    assert sorted(path.name for path in (tmp_path / "whole" / "checkpoints").iterdir()) == ["0", "2", "3"]
+    saved, _ = state_of(tmp_path / "whole")
+    first, _ = state_of(tmp_path / "whole", 0)
+    policy = lambda state: state.train.params.get("policy", state.train.params)
+    assert differ(policy(saved), policy(first))
+    assert saved.iteration == 3
+    if saved.reference is None:
+        assert "kl" not in read_lines(tmp_path / "whole" / "metrics.jsonl")[-1]
+    elif "ref_ema" in options or "ref_every" in options:
+        assert differ(saved.reference, policy(saved))
+        assert differ(saved.reference, policy(first))
+    else:
+        assert not (tmp_path / "whole" / "checkpoints" / "3" / "reference").exists()
+        chex.assert_trees_all_equal(saved.reference, policy(first))
 
 
-@pytest.fixture
-def captured(tmp_path, monkeypatch):
-    """`go(**options)`: a run whose warm-up, evaluation, optimiser and iterations only note what they are given."""
-    seen = {}
-
-    def go(**options):
-        made = {"task": "letters", "steps": 4, "prompts": 2, "group_size": 2, "warm_up": 0, "max_new_tokens": 6}
-        config = TrainConfig(**made | {"out": str(tmp_path / "run")} | options).resolved()
-        run.train(config, screen=Silent())
-        return seen
-
-    def note(name, function):
-        def noted(*args, **options):
-            seen[name] = (args, options)
-            return function(*args, **options)
-
-        return noted
-
-    monkeypatch.setattr(loop, "train", note("train", lambda *_, **__: iter(())))
-    monkeypatch.setattr(run, "warm_up", note("warm_up", lambda *_, **__: iter(())))
-    monkeypatch.setattr(run, "adamw", note("adamw", run.adamw))
-    monkeypatch.setattr(checkpoint, "open_checkpoints", note("checkpoints", checkpoint.open_checkpoints))
-    result = run.Evaluation(0.5, 0, 1.0, 0.0, np.zeros((1, 1)), [[""]])
-    monkeypatch.setattr(run, "evaluate", note("evaluate", lambda *_, **__: result))
-    return go
+def test_a_finished_run_goes_on_where_more_steps_are_asked_for(tmp_path):
+    """It counts from the iteration of its state, and equals a run that was asked for as many at once."""
+    options = {"schedule": "constant", "eval_every": 1, "keep_checkpoints": 9, "objective_args": ("beta=0.1",)}
+    go(small(**options, steps=2), tmp_path / "longer")
+    go(small(**options, steps=4), tmp_path / "longer", resume=True)
+    go(small(**options, steps=4), tmp_path / "whole")
+    same_run(tmp_path / "longer", tmp_path / "whole")
+    assert [row["step"] for row in read_lines(tmp_path / "longer" / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    assert state_of(tmp_path / "longer")[0].iteration == 4
+    before = (tmp_path / "longer" / "metrics.jsonl").read_bytes()
+    go(small(**options, steps=4), tmp_path / "longer", resume=True)
+    assert (tmp_path / "longer" / "metrics.jsonl").read_bytes() == before, "there was nothing left to do"
 
 
-def test_options_reach_the_iterations(captured):
-    sampling = {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.01}
-    same = {
-        "steps": 6, "group_size": 6, "max_new_tokens": 9, "epochs": 2, "microbatches": 3, "group_microbatches": 2,
-        "length_buckets": 3, "old_logp": "first_epoch", "on_error": "none", "seed": 11,
-    }  # fmt: skip
-    args, options = captured(prompts=9, task_args=("train_size=13",), **same, **sampling)["train"]
-    assert {name: options[name] for name in same} == same
-    assert options["prompts_per_step"] == 9
-    assert options["sampling"]._asdict() == sampling
-    assert (args[2].name, len(args[2].train)) == ("letters", 13)
-    assert options["prompt_length"] == 16
-    root, _ = jax.random.split(jax.random.key(11))
-    np.testing.assert_array_equal(jax.random.key_data(options["saved"].key), jax.random.key_data(root))
+def updates_of(optimizer, count):
+    """What an optimiser makes of some gradients, one after another."""
+    params = {"w": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    state = optimizer.init(params)
+    for i in range(count):
+        grads = jax.tree.map(lambda x, i=i: x * (i - 1.5), params)
+        updates, state = optimizer.update(grads, state, params)
+        params = jax.tree.map(jnp.add, params, updates)
+        yield params
 
 
-def test_options_reach_the_optimiser(captured):
-    options = {"learning_rate": 0.3, "schedule": "cosine", "weight_decay": 0.2, "clip_norm": 7.0}
-    args, given = captured(steps=6, epochs=2, lr_warmup=3, **options)["adamw"]
-    assert args == (0.3,)
-    assert given == {
-        "steps": 12, "warmup_steps": 3, "schedule": "cosine", "weight_decay": 0.2, "clip_norm": 7.0,
-    }  # fmt: skip
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"learning_rate": 0.3, "schedule": "cosine", "lr_warmup": 3, "weight_decay": 0.2, "clip_norm": 0.7},
+            adamw(0.3, total_updates=12, schedule="cosine", lr_warmup=3, weight_decay=0.2, clip_norm=0.7),
+        ),
+        (
+            {"learning_rate": 0.3, "clip_norm": math.inf, "lr_warmup": 50},
+            adamw(0.3, total_updates=12, lr_warmup=12, clip_norm=None),
+        ),
+        ({"learning_rate": 0.3, "moment_dtype": "bfloat16"}, adamw(0.3, moments="bfloat16")),
+    ],
+    ids=["all", "no clipping, and a warm-up longer than the run", "moments"],
+)
+def test_options_reach_the_optimiser(options, expected):
+    optimizer = optimizer_of(small(steps=6, epochs=2, **options))
+    chex.assert_trees_all_equal(list(updates_of(optimizer, 12)), list(updates_of(expected, 12)))
 
 
-def test_no_clipping_and_a_warm_up_longer_than_the_run(captured):
-    _, given = captured(clip_norm=float("inf"), lr_warmup=50)["adamw"]
-    assert (given["clip_norm"], given["warmup_steps"]) == (None, 4)
+def test_options_reach_the_objective_and_the_reference():
+    config = small(objective_args=("low=0.1", "beta=0.5"), ref_every=3)
+    assert str(objective_of(config)).split(" at 0x")[0] == str(grpo(low=0.1, beta=0.5)).split(" at 0x")[0]
+    assert "low': 0.1" in str(objective_of(config).loss) or "0.1" in str(objective_of(config).loss)
+    assert reference_rule(config).keywords == {"interval": 3}
+    assert reference_rule(small(ref_ema=0.5)).keywords == {"decay": 0.5}
+    assert reference_rule(small()) is None
 
 
-def test_options_reach_the_objective_and_the_reference(captured):
-    args, options = captured(objective_args=("low=0.1", "beta=0.5"), ref_every=3)["train"]
-    assert str(args[4]).split(" at 0x")[0] == str(grpo(low=0.1, beta=0.5)).split(" at 0x")[0]
-    assert "low': 0.1" in str(args[4].loss) or "0.1" in str(args[4].loss)
-    assert options["update_reference"].keywords == {"interval": 3}
-    assert options["reference"] is not None
+def test_a_reference_is_kept_only_if_it_is_read():
+    for beta, kept in ((0, False), (0.1, True)):
+        config = small(objective_args=(f"beta={beta}",), ref_ema=0.5)
+        components = build(config)
+        assert (stages_of(config, components).start(components.params).reference is not None) == kept
 
 
-def test_a_reference_is_kept_only_if_it_is_read(captured):
-    _, options = captured(objective_args=("beta=0",), ref_ema=0.5)["train"]
-    assert options["update_reference"].keywords == {"decay": 0.5}
-    assert options["reference"] is None
+@pytest.mark.parametrize(("target", "schedule"), [(0.0, "cosine"), (0.1, "constant")])
+def test_options_reach_the_supervised_updates(target, schedule):
+    config = small(sft_steps=4, seed=3, param_dtype="bfloat16", sft_target_loss=target)
+    components = build(config)
+    assert components.model.config.dtype == "bfloat16"
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(components.params)} == {"bfloat16"}
+    optimizer = adamw(3e-3, total_updates=4, lr_warmup=4, schedule=schedule)
+    *_, (state, _) = sft(
+        components.model, components.params, letters(), ByteTokenizer(), optimizer, steps=4, seed=3, prompt_length=16
+    )
+    chex.assert_trees_all_equal(run.start_policy(config, components, Silent()), state.params)
+    assert differ(state.params, components.params)
 
 
-def test_options_reach_warm_up_model_and_evaluation(captured, tmp_path):
-    seen = captured(warm_up=5, seed=3, dtype="bfloat16", eval_rows=4, eval_batch=2, keep=7, on_error="none")
-    args, options = seen["warm_up"]
-    assert (options["steps"], options["seed"]) == (5, 3)
-    assert args[0].config.dtype == "bfloat16"
-    assert {str(leaf.dtype) for leaf in jax.tree.leaves(args[1])} == {"bfloat16"}
-    args, options = seen["evaluate"]
-    assert args[4] == letters().held_out[:4]
-    assert (options["batch_size"], options["max_new_tokens"], options["on_error"]) == (2, 6, "none")
-    assert "sampling" not in options, "greedy, whatever training samples with"
-    assert seen["checkpoints"] == ((tmp_path / "run" / "checkpoints",), {"keep": 7})
-
-
-def test_the_warm_up_ends_at_its_loss(captured, monkeypatch):
-    """Where the mean of the last eight losses is that low; with 0, after all of its updates."""
+def test_the_supervised_updates_end_at_their_loss():
+    """Where the mean of the last eight losses is that low; with 0, after all of them."""
     losses = (*[3.0] * 8, *[1.0] * 20)
-
-    def updates(*_, **options):
-        for number, loss in enumerate(losses[: options["steps"]], 1):
-            seen.append(number)
-            yield TrainState(number, {}, ()), {"iteration": number, "loss": loss}
-
     ends = {}
     for limit, target in ((28, 2.0), (28, 1.0), (28, 0.0), (4, 9.0), (9, 9.0)):
-        seen = []
-        monkeypatch.setattr(run, "warm_up", updates)
-        config = TrainConfig(task="letters", warm_up=limit, warm_up_loss=target).resolved()
-        run.start(config, run.build(config), Silent())
-        ends[limit, target] = seen[-1]
+        asked = []
+
+        def updates(asked=asked, limit=limit):
+            for number, loss in enumerate(losses[:limit], 1):
+                asked.append(number)
+                yield TrainState(number, {}, ()), {"iteration": number, "loss": loss}
+
+        *_, (state, metrics) = run.until_loss(updates(), target)
+        assert state.step == metrics["iteration"] == asked[-1], "no update is made in vain"
+        ends[limit, target] = asked[-1]
     assert ends == {(28, 2.0): 12, (28, 1.0): 16, (28, 0.0): 28, (4, 9.0): 4, (9, 9.0): 8}
 
 
-def test_the_seed_makes_the_weights():
-    configs = [TrainConfig(task="letters", seed=seed).resolved() for seed in (0, 0, 1)]
-    a, b, c = (run.build(config).params for config in configs)
-    chex.assert_trees_all_equal(a, b)
-    assert any(np.any(x != y) for x, y in zip(*map(jax.tree.leaves, (a, c)), strict=True))
-
-
-def test_what_cannot_run_is_said_before_it_starts(tmp_path, monkeypatch):
-    def make(**options):
-        return TrainConfig(**{"task": "letters", "out": str(tmp_path / "run")} | options).resolved()
-
-    with pytest.raises(
-        ValueError, match=r"up to 16 tokens and --max-new-tokens 30 do not fit the model's 40 positions"
-    ):
-        run.train(make(max_new_tokens=30))
-    with pytest.raises(ValueError, match="task 'letters' has no held-out rows"):
-        run.train(make(task_args=("held_out_size=0",)))
-    with pytest.raises(FileNotFoundError, match="no run to resume"):
-        run.train(make(), resume=True)
-    assert not (tmp_path / "run").exists()
-    monkeypatch.setitem(TASKS, "letters", lambda: letters()._replace(train=[]))
-    for warm_up in (0, 2):
-        with pytest.raises(ValueError, match="task 'letters' has no training rows"):
-            run.train(make(warm_up=warm_up, out=str(tmp_path / str(warm_up))), screen=Silent())
-
-
-@pytest.mark.usefixtures("no_picture")
-def test_nothing_scorable_does_not_end_a_run_in_an_error(tmp_path, monkeypatch):
-    monkeypatch.setitem(TASKS, "letters", lambda: letters()._replace(reward=lambda completion: None))
-    config = TrainConfig(
-        task="letters", steps=1, prompts=2, group_size=4, max_new_tokens=8, warm_up=0, eval_rows=3, eval_every=1,
-        objective_args=("beta=0",), out=str(tmp_path / "run"),
+def test_options_reach_the_evaluation():
+    """Greedy, whatever training samples with; of as many rows, in batches as large as was said."""
+    config = small(task="moody", eval_rows=4, eval_batch_size=3, max_new_tokens=6, temperature=0.7, on_error="skip")
+    components, done = build(config), []
+    rows, found = run.held_out(config, components, components.params, progress=done.append)
+    assert rows == letters().held_out[:4]
+    assert done == [3, 4]
+    expected = evaluate(
+        components.model, components.params, ByteTokenizer(), moody_letters(), rows,
+        generation=Generation(1, 6, Sampling(0.0)), scoring=Scoring(on_error="skip"),
     )  # fmt: skip
-    summary = run.train(config.resolved(), screen=Silent())
-    assert summary["held_out_after"] is None
+    assert found.texts == expected.texts
+    np.testing.assert_array_equal(found.reward_PN, expected.reward_PN)
+    drawn = run.held_out(config, components, components.params, generation=Generation(3, 6), key=jax.random.key(0))[1]
+    assert drawn.reward_PN.shape == (4, 3)
+
+
+def test_the_seed_makes_the_weights():
+    for model in ("tiny", "bigram"):
+        configs = [TrainConfig.of(model, task="letters", max_new_tokens=8, seed=seed) for seed in (0, 0, 1)]
+        a, b, c = (build(config).params for config in configs)
+        chex.assert_trees_all_equal(a, b)
+        assert differ(a, c)
+
+
+def test_what_cannot_run_is_said_before_it_starts(tmp_path):
+    with pytest.raises(
+        OptionError,
+        match=r"^max_new_tokens \(30\) and prompts of up to 16 tokens do not fit the model's 40 positions",
+    ):
+        go(small(max_new_tokens=30), tmp_path / "run")
+    with pytest.raises(ValueError, match="task 'letters' has no held-out rows"):
+        go(small(task_args=("held_out_size=0",)), tmp_path / "run")
+    with pytest.raises(FileNotFoundError, match="no run to resume"):
+        go(small(), tmp_path / "run", resume=True)
+    for sft_steps in (0, 2):
+        with pytest.raises(ValueError, match="task 'letters' has no training rows"):
+            go(small(task_args=("train_size=0",), sft_steps=sft_steps), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_nothing_scorable_does_not_end_a_run_in_an_error(tmp_path):
+    config = small(task="unscorable", steps=1, eval_every=1, objective_args=("beta=0",))
+    summary = go(config, tmp_path / "run")
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["held_out_after"] is None
+    assert math.isnan(summary["held_out_after"] or math.nan)
     rows = read_lines(tmp_path / "run" / "metrics.jsonl")
     assert (rows[1]["reward"], rows[1]["unscorable"]) == (None, 1.0)
-
-
-def test_completions_are_spread_over_the_batch():
-    rows = [{"i": i} for i in range(10)]
-    assert [row["i"] for row in run.spread(rows, 4)] == [0, 3, 6, 9]
-    assert run.spread(rows, 0) == []
-    assert run.spread(rows, 99) == rows
-    assert run.spread(rows, 1) == rows[:1]
 
 
 def test_the_next_free_folder(tmp_path):
