@@ -28,9 +28,10 @@ COLUMNS = (
     "of GRPO's",
 )
 LEGEND = (
-    "Held-out accuracy before and after, greedy, mean ± standard deviation over {seeds}; the first evaluated step with "
-    f"{' and '.join(f'{level:.0%}' for level in LEVELS)} (median); tokens sampled; the median time of a step; memory "
-    "of the compiled update: state and batch + temporaries, and their sum as a share of GRPO's."
+    "Held-out accuracy before and after, greedy, mean ± standard deviation over {seeds}; the first "
+    f"evaluated step with {' and '.join(f'{level:.0%}' for level in LEVELS)} (median); tokens "
+    "sampled; the median time of a step; memory of the compiled update: state and batch + "
+    "temporaries, and their sum as a share of GRPO's."
 )
 # The ladder from the policy gradient to GRPO, in the panels of the picture.
 LADDER: dict[str, tuple[str, ...]] = {

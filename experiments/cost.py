@@ -86,7 +86,7 @@ def _compiled(model: LanguageModel, chunk: int, G: int, S: int, T: int):
     )
     tokens = jax.ShapeDtypeStruct((1, G, T), jnp.int32)
     mask = jax.ShapeDtypeStruct((1, G, T), jnp.bool_)
-    loss = lambda params, *x: completion_logp(model, params, *x, chunk=chunk).mean()
+    loss = lambda params, *x: completion_logp(model, params, *x, logit_chunk=chunk).mean()
     params = jax.eval_shape(model.init, jax.random.key(0))
     return jax.jit(jax.value_and_grad(loss)).lower(params, prompts, tokens, mask).compile()
 

@@ -15,6 +15,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -38,7 +39,8 @@ from grpo_jax.components import Components
 from grpo_jax.models import DecoderConfig, LanguageModel, decoder
 from grpo_jax.models.kernels import fused_cuda
 from grpo_jax.objectives import grpo
-from grpo_jax.parallel.backends import Program, sharded
+from grpo_jax.parallel.backends import sharded
+from grpo_jax.parallel.programs import Program
 from grpo_jax.parallel.sharding import make_mesh
 from grpo_jax.plan.programs import on_shapes, state_shapes
 from grpo_jax.training.batch import rollout_shapes
@@ -78,15 +80,21 @@ class Compiled(NamedTuple):
     compile_seconds: float
 
 
-def described_gpu() -> jax.Device:
+def cudnn_version() -> int:
+    """Of the installed library, as 92801. Raises RuntimeError where there is none."""
+    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
+
+    return check_cudnn_version()
+
+
+def described_gpu(cudnn_version: Callable[[], int] = cudnn_version) -> jax.Device:
     """The device that programs are compiled for. Raises ModuleNotFoundError without JAX's plugin
     for CUDA.
     """
-    from jax._src.cudnn.fused_attention_stablehlo import check_cudnn_version
     from jax.experimental import topologies
 
     try:
-        version = check_cudnn_version()  # of the installed library, as 92801
+        version = cudnn_version()
     except RuntimeError as error:
         message = 'JAX\'s plugin for CUDA with cuDNN is not installed: pip install "jax[cuda13]"'
         raise ModuleNotFoundError(message) from error
@@ -110,7 +118,7 @@ def components_of(model: LanguageModel, work: Workload, device: jax.Device) -> C
         tokenizer=tokenizer,
         task=given_rewards(tokenizer, make_inputs(work, size, STOP_ID)),
         objective=grpo(low=0.2, high=0.2, beta=work.beta),
-        optimizer=adamw(1e-6),
+        optimizer=adamw(1e-6, moments=model.config.param_dtype),
         critic=None,
         update_reference=None,
         prompt_length=work.prompt_length,

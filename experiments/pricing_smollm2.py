@@ -28,7 +28,7 @@ class Study:
     """The run folder."""
     steps: int = 60
     """GRPO iterations."""
-    prompts: int = 2
+    prompts_per_step: int = 2
     """Prompts in an iteration."""
     group_size: int = 8
     """Completions of each prompt."""
@@ -59,11 +59,11 @@ def mcnemar(better: int, worse: int) -> float:
 
 def main(study: Study) -> dict:
     out = Path(study.out)
-    config = TrainConfig(
+    config = TrainConfig.of(
         model=str(smollm2_folder()),
         task_args=(f"level={study.level}", f"held_out_size={study.rows}"),
         steps=study.steps,
-        prompts=study.prompts,
+        prompts_per_step=study.prompts_per_step,
         group_size=study.group_size,
         max_new_tokens=study.max_new_tokens,
         temperature=study.temperature,
@@ -72,12 +72,12 @@ def main(study: Study) -> dict:
         save_every=20,
         seed=study.seed,
         out=str(out),
-    ).resolved()
+    )
     summary = run.train(config, resume=study.resume)
     rewards = []
     for iteration in (0, None):
         opened = run.open_run(out, iteration)
-        _, result = run.held_out(opened.config, opened.parts, opened.params)
+        _, result = run.held_out(opened.config, opened.components, opened.params)
         rewards.append(result.reward_PN[:, 0])
     better = int((rewards[1] > rewards[0]).sum())
     worse = int((rewards[1] < rewards[0]).sum())
@@ -92,9 +92,10 @@ def main(study: Study) -> dict:
         "steps": study.steps,
     }
     write_json(out / "paired_test.json", figures)
+    moved = f"{figures['before']:.1%} → {figures['after']:.1%} on {figures['rows']} rows"
     Console().print(
-        f"held-out accuracy {figures['before']:.1%} → {figures['after']:.1%} on {figures['rows']} rows: "
-        f"{better} better, {worse} worse; exact two-sided McNemar p = {figures['p_two_sided']:.2g}",
+        f"held-out accuracy {moved}: {better} better, {worse} worse; exact two-sided McNemar p = "
+        f"{figures['p_two_sided']:.2g}",
         highlight=False,
     )
     return figures

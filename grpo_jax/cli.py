@@ -146,26 +146,42 @@ def train(command: Train) -> None:
     from grpo_jax.parallel import processes
     from grpo_jax.runs import run
 
-    config = narrowed(command, TrainConfig)
-    if command.resume is not None and (given := changed(command, ELSEWHERE)):
-        raise ValueError(
-            f"--resume takes every option from the run's config.json; leave out {given}"
-        )
+    check_run(command)
     if command.distributed is not None:
         processes.join(command.distributed)
     try:
-        if command.resume is not None:
-            run.train(elsewhere(load_config(command.resume), config, command.resume), resume=True)
-            return
-        free = partial(run.next_folder, RUNS, f"{config.task}-{Path(config.model).name}")
-        out = config.out or str(processes.run_and_gather(free)[0])
-        run.train(dataclasses.replace(config, out=out).resolved())
+        run.train(run_config(command), resume=command.resume is not None)
     except processes.ProcessError:
         raise
     except Exception as error:
         if command.distributed is None:
             raise
         processes.abort_process(error)
+
+
+def check_run(command: Train) -> None:
+    """Raises ValueError for options that do not fit; before processes are joined."""
+    if command.resume is None:
+        narrowed(command, TrainConfig)
+    elif given := changed(command, ELSEWHERE):
+        raise ValueError(
+            f"--resume takes every option from the run's config.json; leave out {given}"
+        )
+    else:
+        run_config(command)
+
+
+def run_config(command: Train) -> TrainConfig:
+    """The run that a command asks for: a new one, in the next free folder, or one to continue."""
+    from grpo_jax.parallel import processes
+    from grpo_jax.runs import run
+
+    if command.resume is not None:
+        return elsewhere(load_config(command.resume), command, command.resume)
+    config = narrowed(command, TrainConfig)
+    free = partial(run.next_folder, RUNS, f"{config.task}-{Path(config.model).name}")
+    out = config.out or str(processes.run_and_gather(free)[0])
+    return dataclasses.replace(config, out=out).resolved()
 
 
 def narrowed(command: Any, cls: type) -> Any:
@@ -237,11 +253,11 @@ def check_eval(command: Eval) -> None:
         whole("k", k, 1)
     command.sampling.check()
     usual = Eval("")
-    sampled = ("samples", "sampling", "seed")
-    if not command.k and any(getattr(command, n) != getattr(usual, n) for n in sampled):
-        raise OptionError(
-            "k", "is missing: without it nothing is sampled, and the other options have no use"
-        )
+    sampled = ("samples", "seed", *Sampling._fields)
+    given = [name for name in sampled if option(command, name) != option(usual, name)]
+    if given and not command.k:
+        without = f"leave out {', '.join(map(flag, given))}"
+        raise OptionError("k", f"is missing: without it nothing is sampled; add it, or {without}")
     if command.k and command.samples is not None and command.samples < max(command.k):
         raise OptionError("samples", f"({command.samples}) must be at least k ({max(command.k)})")
     if command.k and command.sampling.temperature == 0:
@@ -278,6 +294,8 @@ def show_figures(figures: dict, wrong: list[dict]) -> None:
     console = Console()
     table = Table(show_header=False, box=None, padding=(0, 2))
     for name, value in figures.items():
+        if value is None:
+            continue
         shown = f"{value:.4g}" if isinstance(value, float) else str(value)
         table.add_row(name.replace("_", " "), Text(shown))
     console.print(table)
@@ -291,6 +309,7 @@ def sample(command: Sample) -> None:
     import jax
 
     from grpo_jax.inference.generate import generate
+    from grpo_jax.inference.logprobs import with_vocabulary
     from grpo_jax.inference.text import completion_texts
     from grpo_jax.inference.tokenizer import pad_prompts
     from grpo_jax.options import Generation
@@ -299,14 +318,14 @@ def sample(command: Sample) -> None:
 
     whole("number", command.number, 1)
     whole("max_new_tokens", command.max_new_tokens, 1, or_none=True)
-    if command.number > 1 and command.sampling.check().temperature == 0:
+    if command.sampling.check().temperature == 0 and command.number > 1:
         raise OptionError("number", "above 1 needs a temperature above 0: greedy answers are equal")
     opened = run.open_run(command.run, command.checkpoint)
     tokenizer = opened.components.tokenizer
     ids = tokenizer.render([{"role": "user", "content": command.text}])
     length = command.max_new_tokens or opened.config.generation.max_new_tokens
     rollout = generate(
-        opened.components.model,
+        with_vocabulary(opened.components.model, tokenizer.vocab_size),
         opened.params,
         pad_prompts([ids], tokenizer.pad_id),
         jax.random.key(command.seed),

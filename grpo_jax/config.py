@@ -178,6 +178,9 @@ class TrainConfig:
     def __post_init__(self):
         for field in ("task_args", "objective_args", "template_args"):
             object.__setattr__(self, field, tuple(getattr(self, field)))
+        if isinstance(self.scoring.weights, list):  # as the command line gives them
+            scoring = self.scoring._replace(weights=tuple(self.scoring.weights))
+            object.__setattr__(self, "scoring", scoring)
         check_names(self)
         check_numbers(self)
         self.generation.check().sampling.check_training()

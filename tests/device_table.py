@@ -1,7 +1,8 @@
 """Runs training, sampling and scoring on eight simulated devices in every layout, and prints how far from one device.
 
-`JAX_NUM_CPU_DEVICES=8 python tests/device_table.py` prints one JSON object a line; test_devices.py reads them. With the
-argument `full` it prints every layout × cut into micro-batches × normaliser: 270 compilations of the quick model.
+`JAX_NUM_CPU_DEVICES=8 python tests/device_table.py` prints one JSON object a line; parallel/test_backends.py reads
+them. With the argument `full` it prints every layout × cut into micro-batches × normaliser: 270 compilations of the
+quick model.
 """
 
 import json
@@ -15,22 +16,23 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from grpo_jax.components import devices_of as devices_of_config
 from grpo_jax.config import TrainConfig
 from grpo_jax.inference.critic import value_network
 from grpo_jax.inference.generate import generate
-from grpo_jax.inference.logprobs import Sampling
 from grpo_jax.inference.tokenizer import ByteTokenizer
 from grpo_jax.models import DecoderConfig, decoder, from_nnx
 from grpo_jax.objectives import PRESETS, batch_loss, diagnostics, ema, reads
+from grpo_jax.options import Batching, Generation, Sampling, Update
 from grpo_jax.parallel.backends import SINGLE, pmapped, sharded
 from grpo_jax.parallel.sharding import make_mesh
 from grpo_jax.plan import hlo
-from grpo_jax.runs.run import devices_of as devices_of_config
-from grpo_jax.training.batch import assemble, score
+from grpo_jax.training.batch import assemble, infer_logp
 from grpo_jax.training.evaluate import evaluate
-from grpo_jax.training.loop import begin, train
+from grpo_jax.training.loop import train
 from grpo_jax.training.packing import pack
-from grpo_jax.training.sft import warm_up
+from grpo_jax.training.sft import sft
+from grpo_jax.training.stages import start
 from grpo_jax.training.train_step import make_train_step
 from grpo_jax.training.zero_variance import drop_zero_variance_groups
 from grpo_jax.types import Prompts, Rollout
@@ -69,7 +71,7 @@ ROWS += [("decoder", "pmap 4", 2, "grpo"), ("decoder", "tensor 4", 1, "bnpo"), (
 SAMPLED = [("quick", n, "gather") for n in ("pmap 2", "data 4", "fsdp 8", "tensor 2")]
 SAMPLED += [("decoder", n, "gather") for n in ("pmap 8", "tensor 8", MIXED)]
 SAMPLED += [("quick", "fsdp 4", "split"), ("decoder", MIXED, "split")]
-IDLE = {"pmap 4": 12, "data 8": 16, MIXED: 12}  # prompts that stay of 32, 12 of which are needed
+DROPPED = {"pmap 4": 12, "data 8": 16, MIXED: 12}  # prompts that stay of 32, 12 of which are needed
 WRONG = ("bnpo", "dapo")  # presets whose devices have unequal weights
 
 
@@ -110,7 +112,7 @@ def material(model=MODEL):
     mask = np.arange(T) < rng.integers(1, T + 1, (P, G))[..., None]
     tokens = rng.integers(0, V, (P, G, T)).astype(np.int32)
     rollout = Rollout(prompts(), tokens, mask, np.zeros((P, G, T), np.float32), rng.random((P, G)) < 0.7)
-    logp = np.asarray(score(model, parameters(model), rollout, sampling=SAMPLING)[0])
+    logp = np.asarray(infer_logp(model, parameters(model), rollout, sampling=SAMPLING)[0])
     noise = lambda scale: np.where(mask, rng.normal(0, scale, mask.shape), 0).astype(np.float32)
     rollout = rollout._replace(logp_PGT=logp + noise(0.3))
     reward = rng.normal(size=(P, G)).astype(np.float32)
@@ -126,11 +128,11 @@ def material(model=MODEL):
     return rollout, reward, fields
 
 
-def idle(layout: str) -> dict:
+def dropped(layout: str) -> dict:
     """An update without the groups that have no spread, 20 of 32, against one of them all on one device."""
     devices, objective = devices_of(layout, axes=QUICK.axes), objective_of("dapo")
     rollout, reward, _ = material(QUICK)
-    rollout = pack(rollout, (0.9,))
+    rollout = rollout._replace(token_index_PN=pack(rollout.mask_PGT, (0.9,)))
     reward = np.where(np.arange(P)[:, None] % 8 < 3, reward, 0.5).astype(np.float32)
     found = {}
     for name, where in (("part", devices), ("whole", SINGLE)):
@@ -138,9 +140,10 @@ def idle(layout: str) -> dict:
         batch = where.whole_batch(partial(assemble, objective), ("rows", "rows"), "rows")(rows, where.put_rows(reward))
         if name == "part":
             batch = drop_zero_variance_groups(objective, batch, (12, 16, 24), where)
-        build = make_train_step(QUICK, objective, OPTIMIZER, sampling=SAMPLING, axis_name=where.axis_name, chunk=8)
-        step = where.per_prompt(build, ("state", "rows"), ("state", "whole"))
-        state, metrics = step(begin(parameters(QUICK), OPTIMIZER, 0, None, where).state, batch)
+        update = Update(logit_chunk=8)
+        step = make_train_step(QUICK, objective, OPTIMIZER, update=update, sampling=SAMPLING, axis_name=where.axis_name)
+        step = where.per_prompt(step, ("state", "rows"), ("state", "whole"))
+        state, metrics = step(start(objective, OPTIMIZER, 0, None, where, parameters(QUICK)).train, batch)
         metrics = {key: metrics[key] for key in ("loss", "grad_norm")}
         found[name] = jax.device_get((state.opt_state[0], metrics, state.params))
         found[name + " prompts"] = batch.samples.adv.shape[0]
@@ -166,11 +169,11 @@ def update(layout: str, name: str, microbatches: int, model=MODEL, build=make_tr
         devices.put_rows(rollout), devices.put_rows(reward), **devices.put_rows(used)
     )
     step = build(
-        devices.for_training(model), objective, OPTIMIZER, microbatches=microbatches, sampling=SAMPLING, critic=critic,
-        axis_name=devices.axis_name, chunk=8,
+        devices.for_training(model), objective, OPTIMIZER, update=Update(microbatches=microbatches, logit_chunk=8),
+        sampling=SAMPLING, critic=critic, axis_name=devices.axis_name,
     )  # fmt: skip
     step = devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
-    state, metrics = step(begin(parameters(model), OPTIMIZER, 0, critic, devices).state, batch)
+    state, metrics = step(start(objective, OPTIMIZER, 0, critic, devices, parameters(model)).train, batch)
     first = jax.device_get({"grads": state.opt_state[0], "metrics": metrics})
     state, _ = step(state, batch)
     return first | jax.device_get({"params": state.params, "momentum": state.opt_state[1]})
@@ -248,7 +251,7 @@ def presets(layout: str) -> list[dict]:
 def drawn(model, layout: str, decode: str) -> Rollout:
     devices = devices_of(layout, decode, model.axes)
     draw = devices.per_prompt(
-        partial(generate, model, group_size=G, max_new_tokens=6, stop_ids=(1, 2, 3), **SAMPLING._asdict()),
+        partial(generate, model, generation=Generation(G, 6, SAMPLING), stop_ids=(1, 2, 3)),
         ("decode", "prompts", "whole", "first"), "rows",
     )  # fmt: skip
     weights = devices.for_decoding(devices.put("state", parameters(model)))
@@ -256,12 +259,12 @@ def drawn(model, layout: str, decode: str) -> Rollout:
 
 
 def sampled(name: str, layout: str, decode: str) -> dict:
-    """Completions and what `score` says of them."""
+    """Completions and what `infer_logp` says of them."""
     began, model = time.perf_counter(), MODELS[name]
     devices = devices_of(layout, decode, model.axes)
     rollout, wanted = drawn(model, layout, decode), drawn(model, "single", "gather")
-    scorer = partial(score, model, sampling=SAMPLING, with_entropy=True)
-    gathering = partial(score, devices.for_training(model), sampling=SAMPLING, with_entropy=True)
+    scorer = partial(infer_logp, model, sampling=SAMPLING, with_entropy=True)
+    gathering = partial(infer_logp, devices.for_training(model), sampling=SAMPLING, with_entropy=True)
     on_devices = devices.per_prompt(gathering, ("state", "rows"), ("rows", "rows"))
     logp, entropy = on_devices(devices.put("state", parameters(model)), rollout)
     wanted_logp, wanted_entropy = scorer(parameters(model), wanted)
@@ -292,26 +295,27 @@ def loop_parts(name: str):
 
 @cache
 def run(layout: str, name: str) -> dict:
-    """Warm-up, two iterations of `train` and an evaluation, of models whose axes nobody named."""
+    """Supervised updates, two iterations of `train` and an evaluation, of models whose axes nobody named."""
     (model, params, objective, critic), devices = loop_parts(name), devices_of(layout, axes=None)
     task, tokenizer, rule = letters(train_size=10), ByteTokenizer(), optax.sgd(0.1, momentum=0.5)
-    *_, (warm, warm_metrics) = warm_up(model, params, task, tokenizer, rule, steps=2, batch_size=8, devices=devices)
+    *_, (tuned, sft_metrics) = sft(model, params, task, tokenizer, rule, steps=2, batch_size=8, devices=devices)
+    other = layout != "single"
     results = list(train(
-        model, warm.params, task, tokenizer, objective, rule, steps=2, prompts_per_step=8, group_size=3,
-        max_new_tokens=5, microbatches=2, critic=critic, update_reference=partial(ema, decay=0.5), devices=devices,
-        pack_tokens=layout != "single", compact=int(layout != "single"),
+        model, tuned.params, task, tokenizer, objective, rule, steps=2, critic=critic, devices=devices,
+        generation=Generation(3, 5, compactions=int(other)), batching=Batching(8, pack_tokens=other),
+        update=Update(microbatches=2), update_reference=partial(ema, decay=0.5),
     ))  # fmt: skip
-    saved, metrics = results[-1][0], {"warm-up": float(warm_metrics["loss"])}
+    state, metrics = results[-1][0], {"sft": float(sft_metrics["loss"])}
     for _, found in results:
         completions = found.pop("completions")
         metrics |= {f"{n} {found['iteration']}": x for n, x in found.items() if not n.startswith("seconds")}
     evaluation = evaluate(
-        model, params, tokenizer, task, task.held_out, max_new_tokens=4, samples=2, sampling=Sampling(),
-        key=jax.random.key(5), batch_size=3, devices=devices,
+        model, params, tokenizer, task, task.held_out, generation=Generation(2, 4), key=jax.random.key(5),
+        batch_size=3, devices=devices,
     )  # fmt: skip
-    spread = [x for x in jax.tree.leaves(saved.state.params) if not x.sharding.is_fully_replicated]
+    spread = [x for x in jax.tree.leaves(state.train.params) if not x.sharding.is_fully_replicated]
     return {
-        "params": jax.device_get((saved.state.params, saved.reference)), "metrics": metrics, "spread": len(spread),
+        "params": jax.device_get((state.train.params, state.reference)), "metrics": metrics, "spread": len(spread),
         "texts": [row["completion"] for row in completions], "evaluation": jax.tree.map(np.asarray, evaluation),
     }  # fmt: skip
 
@@ -335,16 +339,16 @@ def refused() -> dict:
     """The messages of what does not fit."""
     (model, params, objective, _), rule = loop_parts("grpo"), optax.sgd(0.1)
     run_ = lambda layout, **options: next(train(
-        model, params, letters(), ByteTokenizer(), objective, rule, steps=1, group_size=2, max_new_tokens=2,
+        model, params, letters(), ByteTokenizer(), objective, rule, steps=1, generation=Generation(2, 2),
         devices=devices_of(layout, axes=None), **options,
     ))  # fmt: skip
-    warm = lambda: next(
-        warm_up(model, params, letters(), ByteTokenizer(), rule, steps=1, batch_size=6, devices=devices_of("data 4"))
+    tuned = lambda: next(
+        sft(model, params, letters(), ByteTokenizer(), rule, steps=1, batch_size=6, devices=devices_of("data 4"))
     )
     attempts = {
-        "prompts": lambda: run_("pmap 4", prompts_per_step=6),
-        "cuts": lambda: run_("data 2 fsdp 2", prompts_per_step=4, microbatches=2),
-        "warm-up": warm,
+        "prompts": lambda: run_("pmap 4", batching=Batching(6)),
+        "cuts": lambda: run_("data 2 fsdp 2", batching=Batching(4), update=Update(microbatches=2)),
+        "sft": tuned,
         "decode": lambda: sharded(make_mesh(), None, "splt"),
         "devices": lambda: pmapped(9),
     }
@@ -362,7 +366,7 @@ def moved() -> dict:
     devices = devices_of("fsdp 4")
     params = devices.put("state", parameters())
     on_device = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
-    config = TrainConfig(mesh="fsdp=2,tensor=2", decode_weights="split", prompts=4)
+    config = TrainConfig.of(mesh="fsdp=2,tensor=2", decode_weights="split", prompts_per_step=4)
     built = devices_of_config(config, MODEL)
     split = devices_of("fsdp 2 tensor 2", "split")
     return {
@@ -371,8 +375,8 @@ def moved() -> dict:
         "built": [built.name, built.parts, built.moved_bytes(params)],
         "split": [split.name, split.parts, split.moved_bytes(params)],
         "gather": devices_of("fsdp 2 tensor 2").moved_bytes(params),
-        "pmap": devices_of_config(TrainConfig(pmap=4, prompts=4), MODEL).name,
-        "single": devices_of_config(TrainConfig(), MODEL) is SINGLE,
+        "pmap": devices_of_config(TrainConfig.of(pmap=4, prompts_per_step=4), MODEL).name,
+        "single": devices_of_config(TrainConfig.of(), MODEL) is SINGLE,
         "data": devices_of("data 4").moved_bytes(params),
     }
 
@@ -385,7 +389,7 @@ def gathering() -> dict:
         model = decoder(config)
         devices, rollout = devices_of(layout, axes=model.axes), material()[0]
         model = devices.for_training(model) if name == "whole" else model
-        loss = lambda params, rollout, model=model: score(model, params, rollout)[0].sum()
+        loss = lambda params, rollout, model=model: infer_logp(model, params, rollout)[0].sum()
         params = devices.put("state", jax.jit(model.init)(jax.random.key(0)))
         program = jax.jit(jax.grad(loss), out_shardings=jax.tree.map(lambda x: x.sharding, params))
         found = hlo.count(program.lower(params, devices.put("rows", rollout)).compile().as_text()).collectives
@@ -406,8 +410,9 @@ def ahead(layout: str) -> dict:
     ):
         iterations = train(
             model, model.init(jax.random.key(0)), letters(train_size=10)._replace(reward=half), ByteTokenizer(),
-            PRESETS["grpo"](beta=0.0), optax.sgd(0.1), steps=3, prompts_per_step=8, group_size=3, max_new_tokens=6,
-            length_buckets=2, microbatches=2, drop_zero_variance=True, compile_ahead=compile_ahead, devices=devices,
+            PRESETS["grpo"](beta=0.0), optax.sgd(0.1), steps=3, generation=Generation(3, 6),
+            batching=Batching(8, length_buckets=2, drop_zero_variance=True), update=Update(microbatches=2),
+            compile_ahead=compile_ahead, devices=devices,
         )  # fmt: skip
         with compilations() as names:
             row[f"{name} loss"] = [metrics["loss"] for _, metrics in iterations]
@@ -432,7 +437,7 @@ def main() -> None:
         "sampler",
         "wrong",
         "presets",
-        "idle",
+        "dropped",
         "update",
     ]
     if "refused" in wanted:
@@ -456,9 +461,9 @@ def main() -> None:
     if "presets" in wanted:
         for row in presets(MIXED):
             tell("presets", row)
-    if "idle" in wanted:
-        for layout in IDLE:
-            tell("idle", idle(layout))
+    if "dropped" in wanted:
+        for layout in DROPPED:
+            tell("dropped", dropped(layout))
     if "update" in wanted:
         for model, layout, microbatches, name in ROWS:
             tell("update", {"model": model} | compare(layout, name, microbatches, MODELS[model]))

@@ -261,8 +261,9 @@ def gdpo_loss(batch, logp, at):
 
 
 def reinforce_pp_baseline(batch, logp, at):
-    advantages = batch_whiten(batch["reward"], groups_of(center, batch))
-    return ppo_loss(batch, logp, advantages, "token", beta=0.01, kl=k2)
+    centered = groups_of(center, batch)
+    adv = [[[a] * len(row) for row, a in pairs(rows, advs)] for rows, advs in pairs(batch["old"], centered)]
+    return ppo_loss(batch, logp, whiten_tokens(adv, known(batch)), "token", beta=0.01, kl=k2)
 
 
 def reinforce_pp(batch, logp, at):
@@ -343,11 +344,13 @@ def sapo(batch, logp, at):
     return tokenwise(batch, groups_of(standardize, batch), cost, "sequence")
 
 
-def dppo(batch, logp, at, delta=0.15):
+def dppo(batch, logp, at, delta=0.15, bound=20.0):
+    weigh = scored_token(lambda x, t, a: min(math.exp(x[t]), bound))(batch, logp, at)
+
     def cost(p, g, t, a):
         moved = math.exp(at[p][g][t]) - math.exp(batch["old"][p][g][t])
         dropped = (a > 0 and moved > delta) or (a < 0 and moved < -delta)
-        return 0.0 if dropped else -math.exp(log_ratio(batch, logp, p, g)[t]) * a
+        return 0.0 if dropped else weigh(p, g, t, a)
 
     return tokenwise(batch, groups_of(standardize, batch), cost, "token")
 

@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 
-import pytest
 from grpo_jax import cli
 from grpo_jax.parallel import processes
 
@@ -32,6 +31,6 @@ def reward(completion: str) -> float | None:
 if __name__ == "__main__":
     letters = toy.letters
     toy.letters = lambda **options: letters(**options)._replace(reward=reward)
-    toy.install(pytest.MonkeyPatch())
+    toy.install()
     processes.POLL_SECONDS, processes.HEARTBEAT_SECONDS = 1, 10
     sys.exit(cli.main())

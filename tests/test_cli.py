@@ -3,29 +3,40 @@
 import dataclasses
 import importlib.metadata
 import json
-import math
 import re
 import shutil
 
 import jax
-import numpy as np
 import pytest
-from grpo_jax import cli
-from grpo_jax.cli import Eval, Sample, Train, main
-from grpo_jax.config import TrainConfig, flag, load_config
-from grpo_jax.inference.logprobs import Sampling
+from grpo_jax.cli import (
+    TRL_NAMES,
+    Eval,
+    Plan,
+    Sample,
+    Train,
+    main,
+    narrowed,
+    parsed,
+    run_config,
+)
+from grpo_jax.config import BY_MODEL, TrainConfig, flag, load_config, option, option_paths
+from grpo_jax.options import AdamW, Batching, Generation, Sampling, Scoring, Update
 from grpo_jax.runs import run
-from grpo_jax.runs.folder import read_lines
-from grpo_jax.training.evaluate import Evaluation, pass_at_k
+from grpo_jax.runs.folder import read_lines, write_json
+from grpo_jax.tasks import TASKS
+from grpo_jax.training.evaluate import pass_at_k
 
+from other_values import OTHER, needed
 from toy import ascii_share, finished_run, install
 
 
-@pytest.fixture(scope="module", autouse=True)
-def toys():
-    with pytest.MonkeyPatch.context() as patch:
-        install(patch)
-        yield
+def interrupted():
+    """A task that is stopped by the keyboard before it is there."""
+    raise KeyboardInterrupt
+
+
+install()
+TASKS["interrupted"] = interrupted
 
 
 @pytest.fixture(scope="module")
@@ -53,108 +64,83 @@ def folder_bytes(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-# Every option of train with a value that is not its default, as text and as the value that must arrive.
-GIVEN = {
-    "task": ("letters", "letters"),
-    "task_args": (("train_size=5", "held_out_size=3"), ("train_size=5", "held_out_size=3")),
-    "model": ("some/folder", "some/folder"),
-    "dtype": ("bfloat16", "bfloat16"),
-    "objective": ("dapo", "dapo"),
-    "objective_args": (("low=0.1",), ("low=0.1",)),
-    "steps": ("3", 3),
-    "prompts": ("6", 6),
-    "group_size": ("4", 4),
-    "max_new_tokens": ("9", 9),
-    "length_buckets": ("3", 3),
-    "temperature": ("0.5", 0.5),
-    "top_k": ("7", 7),
-    "top_p": ("0.75", 0.75),
-    "min_p": ("0.125", 0.125),
-    "epochs": ("2", 2),
-    "old_logp": ("first_epoch", "first_epoch"),
-    "microbatches": ("2", 2),
-    "group_microbatches": ("2", 2),
-    "learning_rate": ("1e-4", 1e-4),
-    "schedule": ("cosine", "cosine"),
-    "lr_warmup": ("0", 0),
-    "weight_decay": ("0.1", 0.1),
-    "clip_norm": ("inf", math.inf),
-    "ref_every": ("4", 4),
-    "ref_ema": ("0.99", 0.99),
-    "warm_up": ("0", 0),
-    "warm_up_loss": ("0.5", 0.5),
-    "on_error": ("none", "none"),
-    "eval_every": ("5", 5),
-    "eval_rows": ("11", 11),
-    "eval_batch": ("12", 12),
-    "save_every": ("13", 13),
-    "keep": ("4", 4),
-    "log_completions": ("0", 0),
-    "pack_tokens": ("True", True),
-    "drop_zero_variance": ("True", True),
-    "compact": ("3", 3),
-    "decode_slots": ("2", 2),
-    "stale": ("2", 2),
-    "compile_ahead": ((), True),
-    "remat": ("dots", "dots"),
-    "mesh": ("data=2,fsdp=4", "data=2,fsdp=4"),
-    "pmap": ("2", 2),
-    "decode_weights": ("split", "split"),
-    "seed": ("99", 99),
-    "out": ("some where", "some where"),
-}
+def asked(*arguments) -> TrainConfig:
+    """The run that a command asks for."""
+    return run_config(parsed(["train", *map(str, arguments)]))
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TrainConfig)])
-def test_every_option_of_train_arrives(field, monkeypatch, call):
-    seen = []
-    monkeypatch.setattr(run, "train", lambda config, **options: seen.append((config, options)))
-    text, value = GIVEN[field]
-    assert value != getattr(TrainConfig(), field), "the default would show nothing"
-    # A fixed folder, and what the option goes with.
-    needed = {"task_args": {"task": "letters"}, "decode_weights": {"mesh": "data=2"}}
-    base = {"out": "o"} | needed.get(field, {})
-    words = [word for name, given in base.items() if name != field for word in (flag(name), given)]
-    assert call("train", *words, flag(field), *([text] if isinstance(text, str) else text))[0] == 0
-    (config, options), expected = seen[0], TrainConfig(**base | {field: value}).resolved()
-    assert config == expected
-    assert options == {}
-    if field == "task_args":
-        assert config.task_args == value
-    elif field == "objective_args":
-        assert config.objective_options()["low"] == 0.1
+def words(options) -> list[str]:
+    """Options as the command line has them."""
+    found = []
+    for name, value in options.items():
+        given = [] if value is True else value if isinstance(value, tuple) else [value]
+        found += [flag(name), *map(str, given)]
+    return found
+
+
+@pytest.mark.parametrize("name", ["task", *OTHER])
+def test_every_option_of_train_arrives(name):
+    """By its flag, and no other value with it."""
+    options = {"out": "o"} | needed(name) | {name: "letters" if name == "task" else OTHER[name]}
+    config = asked(*words(options))
+    assert config == TrainConfig.of(**options)
+    if name == "task_args":
+        assert config.task_options() == {"level": 2, "wording": "natural"}
+    elif name == "objective_args":
+        assert config.objective_options() == {"beta": 0.08, "low": 0.1, "high": 0.25}
     else:
-        assert getattr(config, field) == value
+        assert option(config, name) == options[name]
+    assert narrowed(parsed(["train", *words(options)]), TrainConfig).resolved() == config
 
 
-def test_a_run_without_a_folder_gets_the_next_one(monkeypatch, tmp_path, call):
-    seen = []
+@pytest.mark.parametrize("model", ["tiny", "some/model"])
+@pytest.mark.parametrize("name", ["compile_ahead", "pack_tokens", "drop_zero_variance"])
+def test_a_switch_may_be_off(model, name):
+    assert option(asked("--model", model, "--out", "o", flag(name)), name) is True
+    assert option(asked("--out", "o", f"--no-{flag(name)[2:]}", "--model", model), name) is False
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--model", "some/model"], ["--steps", 3, "--model=some/model"], ["--model=tiny"], []]
+)
+def test_defaults_are_those_of_the_model_that_is_given(arguments):
+    """Wherever among the arguments it stands."""
+    model = "some/model" if any("some/model" in str(word) for word in arguments) else "tiny"
+    steps = {"steps": 3} if "--steps" in arguments else {}
+    assert asked(*arguments, "--out", "o") == TrainConfig.of(model, out="o", **steps)
+
+
+def test_the_last_of_two_values_counts():
+    assert asked("--steps", 3, "--out", "o", "--steps", 4).steps == 4
+
+
+def test_a_run_without_a_folder_gets_the_next_one(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(run, "train", lambda config: seen.append(config.out))
-    call("train", "--task", "letters")
+    assert asked("--task", "letters").out == "runs/letters-tiny-0001"
     (tmp_path / "runs" / "letters-tiny-0001").mkdir(parents=True)
-    call("train", "--task", "letters")
-    call("train", "--model", "models/Some-1B/")
-    assert seen == ["runs/letters-tiny-0001", "runs/letters-tiny-0002", "runs/pricing-Some-1B-0001"]
+    assert asked("--task", "letters").out == "runs/letters-tiny-0002"
+    assert asked("--model", "models/Some-1B/").out == "runs/pricing-Some-1B-0001"
 
 
-def test_resume_takes_the_options_of_the_run(whole, monkeypatch, call):
-    seen = []
-    monkeypatch.setattr(run, "train", lambda config, **options: seen.append((config, options)))
-    assert call("train", "--resume", whole)[0] == 0
-    config, options = seen[0]
-    assert options == {"resume": True}
-    assert (config.out, config.steps, config.seed) == (str(whole), 7, 4), "from wherever the folder is now"
+def test_resume_takes_the_options_of_the_run(whole):
+    config = asked("--resume", whole)
+    assert config == dataclasses.replace(load_config(whole), out=str(whole)), "from wherever the folder is now"
+    assert (config.model, config.steps, config.seed) == ("bigram", 7, 4)
+
+
+def test_resume_goes_on_with_the_run(whole, call):
+    before = (whole / "metrics.jsonl").read_bytes()
+    code, out, _ = call("train", "--resume", whole)
+    assert code == 0
+    assert "Held-out accuracy" in out
+    assert (whole / "metrics.jsonl").read_bytes() == before, "there was nothing left to do"
 
 
 @pytest.mark.parametrize("moved", [("--mesh", "fsdp=3", "--decode-weights", "split"), ("--pmap", 1)])
-def test_resume_may_go_on_elsewhere(whole, monkeypatch, call, moved):
+def test_resume_may_go_on_elsewhere(whole, tmp_path, moved):
     """Devices change no number, so they are no part of what a run is; one way to use them replaces the other."""
-    seen = []
-    monkeypatch.setattr(run, "train", lambda config, **_: seen.append(config))
-    monkeypatch.setattr(cli, "load_config", lambda path: dataclasses.replace(load_config(path), mesh="data=3"))
-    assert call("train", "--resume", whole)[0] == 0
-    assert call("train", "--resume", whole, *moved)[0] == 0
+    write_json(tmp_path / "config.json", dataclasses.replace(load_config(whole), mesh="data=3"))
+    seen = [asked("--resume", tmp_path), asked("--resume", tmp_path, *moved)]
     assert [(config.mesh, config.pmap, config.decode_weights) for config in seen] == [
         ("data=3", None, "gather"),
         ("fsdp=3", None, "split") if "--mesh" in moved else (None, 1, "gather"),
@@ -164,11 +150,8 @@ def test_resume_may_go_on_elsewhere(whole, monkeypatch, call, moved):
     )
 
 
-def test_resume_may_compile_ahead(whole, monkeypatch, call):
-    seen = []
-    monkeypatch.setattr(run, "train", lambda config, **_: seen.append(config))
-    for option in ((), ("--compile-ahead",)):
-        assert call("train", "--resume", whole, *option)[0] == 0
+def test_resume_may_compile_ahead(whole):
+    seen = [asked("--resume", whole, *option) for option in ((), ("--compile-ahead",))]
     assert seen[1] == dataclasses.replace(seen[0], compile_ahead=True) != seen[0]
 
 
@@ -189,6 +172,10 @@ def test_resume_with_other_options_is_refused(whole, call):
     code, _, err = call("train", "--resume", whole, "--steps", 9, "--top-k", 3, "--out", "elsewhere")
     assert code == 2
     assert "takes every option from the run's config.json; leave out --steps, --top-k, --out" in err
+    code, _, err = call("train", "--resume", whole, "--model", "tiny", "--no-pack-tokens", "--weights", 1)
+    assert "leave out --weights" in err
+    code, _, err = call("train", "--resume", whole, "--model", "some/model")
+    assert "leave out --model" in err
     assert folder_bytes(whole) == before
 
 
@@ -213,12 +200,16 @@ def test_a_run_is_never_overwritten(whole, call):
         (["train", "--objectiv", "grpo"], ["Unrecognized", "--objective"]),
         (["eval", "run", "--sample", "3"], ["Unrecognized", "--samples"]),
         (["train", "--steps", "many"], ["--steps", "many"]),
-        (["train", "--steps", "0"], ["--steps must be at least 1, got 0"]),
-        (["train", "--top-k", "0"], ["--top-k must be a positive integer"]),
+        (["train", "--steps", "0"], ["error: --steps must be an integer of at least 1, got 0"]),
+        (["train", "--top-k", "0"], ["--top-k must be an integer of at least 1, or None, got 0"]),
+        (["train", "--decode-slots", "99"], ["--decode-slots must be at most group_size (32), got 99"]),
+        (["train", "--microbatches", "5"], ["--prompts-per-step must be a multiple of 5, ", "got 32"]),
+        (["train", "--mesh", "dta=2"], ["--mesh is not one: "]),
+        (["train", "--param-dtype", "float16"], ["--param-dtype must not be float16"]),
         (["train", "--task", "pricng"], ["--task 'pricng' is not known; did you mean 'pricing'?"]),
         (["train", "--objective", "grppo"], ["did you mean 'grpo'?", "dr_grpo", "reinforce_pp"]),
-        (["train", "--objective-args", "bta=1"], ["grpo takes no 'bta'; did you mean 'beta'?"]),
-        (["train", "--task-args", "levl=2"], ["pricing takes no 'levl'; did you mean 'level'?"]),
+        (["train", "--objective-args", "bta=1"], ["--objective-args grpo takes no 'bta'; did you mean 'beta'?"]),
+        (["train", "--task-args", "levl=2"], ["--task-args pricing takes no 'levl'; did you mean 'level'?"]),
         (["train", "--task-args", "level=9", "--out", "unused"], ["level must be one of 1, 2, 3, 4, 5, got 9"]),
         (["train", "--objective-args", "beta=-1", "--out", "unused"], ["error: beta must be", "not negative, got -1"]),
         (["evl"], ["evl", "eval"]),
@@ -246,30 +237,85 @@ def test_an_error_is_printed_as_it_is(path, capsys):
     assert out == ""
 
 
-def test_stopped_by_the_keyboard(monkeypatch, call):
-    def stop(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(run, "train", stop)
-    code, _, err = call("train", "--out", "o")
+def test_stopped_by_the_keyboard(call, tmp_path):
+    code, _, err = call("train", "--task", "interrupted", "--out", tmp_path / "o")
     assert code == 130
     assert "--resume" in err
 
 
-@pytest.mark.parametrize(("name", "command"), [("train", Train), ("eval", Eval), ("sample", Sample)])
-def test_help_has_every_option_its_description_and_its_default(name, command, call, monkeypatch):
+@pytest.mark.parametrize("name", TRL_NAMES)
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_an_option_by_the_name_that_trl_has_gets_the_name_it_has_here(name, command, call):
+    for given in ([f"--{name}", "3"], [f"{flag(name)}=3"]):
+        code, _, err = call(command, *given)
+        assert code == 2
+        assert err == f"error: {flag(name)} is TRL's name of an option; did you mean {TRL_NAMES[name]}?"
+
+
+def test_the_names_of_trl_lead_to_options_that_are_there():
+    known = {flag(name) for name in option_paths(Train)}
+    for name, meant in TRL_NAMES.items():
+        flags = re.findall(r"--[a-z-]+", meant)
+        assert flags, name
+        assert set(flags) <= known, name
+        assert flag(name) not in known, "what TRL has by that name is an option here too"
+        for argument in re.findall(r" (\w+)=", meant):
+            assert argument in TrainConfig.of(objective_args=(f"{argument}=0.5",)).objective_options()
+
+
+def entries(text: str) -> dict[str, tuple[str, str]]:
+    """Help text and default of every option that a help page lists, by its flag."""
+    found: list[str] = []
+    for line in text.partition("-h, --help")[2].splitlines():
+        line = line.strip("│ ")
+        if re.match("--[a-z]", line):
+            found.append(line)
+        elif found and line.endswith(")"):
+            found[-1] += "  " + line
+    pages = {}
+    for entry in found:
+        # The flag, its opposite or what kind of value it takes, the text, the default.
+        match = re.fullmatch(r"(--[a-z-]+)(?:, --no-[a-z-]+| [{\[A-Z].*?)  +(.+) \(default: (.*)\)", entry)
+        assert match, entry
+        pages[match[1]] = (match[2], match[3])
+    return pages
+
+
+@pytest.mark.parametrize("model", ["tiny", "some/model"])
+@pytest.mark.parametrize(("name", "command"), [("train", Train), ("eval", Eval), ("sample", Sample), ("plan", Plan)])
+def test_help_has_every_option_its_description_and_its_default(name, command, model, call, monkeypatch):
+    """A sentence or a phrase, and the defaults of the model that is given."""
     monkeypatch.setenv("COLUMNS", "1000")
-    code, out, _ = call(name, "--help")
+    train = issubclass(command, TrainConfig)
+    code, out, _ = call(name, *(["--model", model] if train else []), "--help")
     assert code == 0
-    text = " ".join(re.sub("[│╭╮╰╯─]", " ", out).split())
-    for field in dataclasses.fields(command):
-        if field.default is dataclasses.MISSING:
-            assert re.search(rf"{field.name.upper()} .+ \(required\)", text)
-            continue
-        default = re.escape("" if field.default == () else str(field.default))
-        # The flag, what kind of value it takes, and a description up to the first default that follows.
-        entry = rf"{flag(field.name)}(?:, --no-[a-z-]+| [{{\[A-Z]\S*) (?:(?!\(default:).){{12,}} \(default: {default}\)"
-        assert re.search(entry, text), f"{entry} in {text}"
+    required = [] if train else [field for field in dataclasses.fields(command) if field.default is dataclasses.MISSING]
+    usual = command.suited(model) if train else command(*("" for _ in required))
+    for field in required:
+        assert re.search(rf"\n[│ ]+{field.name.upper()} +[A-Z].+\. \(required\)", out)
+    pages = entries(out)
+    names = set(option_paths(command)) - {field.name for field in required}
+    assert set(pages) == {flag(name) for name in names}
+    for name in names:
+        text, default = pages[flag(name)]
+        value = option(usual, name)
+        assert default == (" ".join(map(str, value)) if isinstance(value, tuple) else str(value) or "''"), name
+        assert re.fullmatch(r'["A-Z].{8,}\.', text), f"{name}: {text}"
+        assert "  " not in text
+
+
+def test_every_option_of_every_tuple_is_a_flag_of_train(call, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    pages = entries(call("train", "--help")[1])
+    for kind in (Generation, Sampling, Update, Batching, Scoring, AdamW):
+        assert {flag(name) for name in kind._fields if name != "sampling"} <= set(pages)
+    assert {flag(name) for name in BY_MODEL[True]} <= set(pages)
+
+
+def test_help_lists_the_commands(call):
+    code, out, _ = call("--help")
+    assert code == 0
+    assert all(re.search(rf" {name} +[A-Z]", out) for name in ("train", "eval", "sample", "plan"))
 
 
 def test_eval_gives_the_figures_of_the_run(whole, call):
@@ -280,8 +326,9 @@ def test_eval_gives_the_figures_of_the_run(whole, call):
     assert figures["held_out"] == pytest.approx(summary["held_out_after"])
     assert (figures["rows"], figures["checkpoint"]) == (5, 7)
     assert figures.keys() == {
-        "held_out", "rows", "unscorable", "length", "truncated", "checkpoint", "failures", "failures_file",
+        "held_out", "accuracy", "rows", "unscorable", "length", "truncated", "checkpoint", "failures", "failures_file",
     }  # fmt: skip
+    assert figures["accuracy"] is None, "rewards between 0 and 1"
     failures = read_lines(whole / "failures.jsonl")
     assert figures["failures_file"] == str(whole / "failures.jsonl")
     assert figures["failures"] == len(failures) > 0
@@ -319,70 +366,63 @@ def test_pass_at_k_of_a_run(whole, call):
     assert json.loads(call(*arguments)[1]) == figures
 
 
-@pytest.fixture
-def evaluations(monkeypatch):
-    """What the evaluations of a command were given; what they say is fixed."""
-    seen = []
-    correct = np.array([[1.0, 0.0, 1.0, np.nan], [0.0, 0.0, 0.5, 1.0]])
-
-    def noted(config, parts, params, **options):
-        seen.append((config, options))
-        reward_PN = correct[:, : options.get("samples", 1)]
-        return parts.task.held_out[:2], Evaluation(0.25, 1, 2.0, 0.0, reward_PN, [["t"] * reward_PN.shape[1]] * 2)
-
-    monkeypatch.setattr(run, "held_out", noted)
-    return seen, correct
-
-
-def test_options_of_eval_arrive(whole, call, evaluations):
-    seen, correct = evaluations
-    sampling = ["--temperature", 0.7, "--top-p", 0.9, "--top-k", 5, "--seed", 3]
-    out = call("eval", whole, "--json", "--k", 1, 3, "--samples", 4, "--rows", 2, "--max-new-tokens", 6, *sampling)[1]
-    (config, greedy), (other, options) = seen
-    assert (config.eval_rows, config.max_new_tokens) == (2, 6)
-    assert other == config
-    assert greedy == {}, "the accuracy is greedy, whatever is sampled for pass@k"
-    assert options["sampling"] == Sampling(temperature=0.7, top_p=0.9, top_k=5)
-    assert (options["samples"], options["batch_size"]) == (4, 1)
-    np.testing.assert_array_equal(jax.random.key_data(options["key"]), jax.random.key_data(jax.random.key(3)))
-    figures = json.loads(out)
+def test_options_of_eval_arrive(whole, call):
+    """Samples for pass@k beside the greedy evaluation, which is what it is without them."""
+    opened = run.open_run(whole)
+    config = dataclasses.replace(
+        opened.config, eval_rows=4, generation=opened.config.generation._replace(max_new_tokens=6)
+    )
+    rows, greedy = run.held_out(config, opened.components, opened.params)
+    few = ("--rows", 4, "--max-new-tokens", 6)
+    sampling = ["--temperature", 0.7, "--top-p", 0.9, "--top-k", 5, "--min-p", 0.01, "--seed", 3]
+    figures = json.loads(call("eval", whole, "--json", "--k", 1, 3, "--samples", 4, *few, *sampling)[1])
+    assert figures["held_out"] == pytest.approx(greedy.mean_reward)
+    assert (figures["rows"], figures["length"]) == (len(rows), pytest.approx(greedy.length)) == (4, figures["length"])
+    chosen = Sampling(temperature=0.7, top_p=0.9, top_k=5, min_p=0.01)
+    drawn = lambda generation, seed: (
+        run.held_out(config, opened.components, opened.params, generation=generation, key=jax.random.key(seed))[
+            1
+        ].reward_PN
+    )
+    reward_PN = drawn(Generation(4, 6, chosen), 3)
+    assert 0 < (reward_PN >= 1).mean() < 1, "or the figures show nothing"
     for k in (1, 3):
-        assert figures[f"pass@{k}"] == pytest.approx(pass_at_k(correct >= 1, k))
-    call("eval", whole, "--json", "--k", 2)
-    assert seen[-1][1]["samples"] == 2, "as many samples as the largest k"
+        assert figures[f"pass@{k}"] == pytest.approx(pass_at_k(reward_PN, k))
+    figures = json.loads(call("eval", whole, "--json", "--k", 2, *few)[1])
+    as_many = drawn(Generation(2, 6), 0)
+    assert figures["pass@2"] == pytest.approx(pass_at_k(as_many, 2)), "as many samples as the largest k"
 
 
-def test_nothing_scorable_is_null(whole, call, monkeypatch):
-    result = Evaluation(float("nan"), 2, 2.0, 0.0, np.full((2, 1), np.nan), [["t"], ["t"]])
-    monkeypatch.setattr(run, "held_out", lambda config, parts, params: (parts.task.held_out[:2], result))
+def test_nothing_scorable_is_null(whole, tmp_path, call):
+    folder = shutil.copytree(whole, tmp_path / "unscorable")
+    config = dataclasses.replace(load_config(folder), task="unscorable", task_args=())
+    write_json(folder / "config.json", config)
     figures = json.loads(
-        call("eval", whole, "--json")[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
+        call("eval", folder, "--json")[1], parse_constant=lambda name: pytest.fail(f"{name} is no JSON")
     )
     assert figures["held_out"] is None
-    assert read_lines(whole / "failures.jsonl")[0]["reward"] is None
+    assert figures["unscorable"] == 5
+    assert read_lines(folder / "failures.jsonl")[0]["reward"] is None
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--rows", "0"], "--rows must be at least 1, got 0"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--k", "0"], "--k must be at least 1, got 0"),
-        (["--k", "1", "4", "--samples", "3"], "--samples (3) must be at least the largest --k (4)"),
-        (["--k", "1", "--samples", "0"], "--samples (0) must be at least the largest --k (1)"),
+        (["--rows", "0"], "--rows must be an integer of at least 1, or None, got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be an integer of at least 1, or None, got 0"),
+        (["--k", "0"], "--k must be an integer of at least 1, got 0"),
+        (["--k", "1", "4", "--samples", "3"], "--samples (3) must be at least k (4)"),
+        (["--k", "1", "--samples", "0"], "--samples must be an integer of at least 1, or None, got 0"),
         (["--k", "2", "--temperature", "0"], "--temperature must be above 0 for pass@k"),
-        (["--k", "2", "--top-p", "2"], "top_p must be in (0, 1]"),
-        (
-            ["--samples", "4"],
-            "without --k nothing is sampled, the evaluation is greedy; add --k or leave out --samples",
-        ),
-        (["--temperature", "0.5", "--seed", "2"], "add --k or leave out --temperature, --seed"),
+        (["--k", "2", "--top-p", "2"], "--top-p must be in (0, 1]"),
+        (["--samples", "4"], "--k is missing: without it nothing is sampled; add it, or leave out --samples"),
+        (["--temperature", "0.5", "--seed", "2"], "add it, or leave out --seed, --temperature"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_options_of_eval_that_make_no_sense(whole, words, message, call, monkeypatch):
-    monkeypatch.setattr(run, "open_run", lambda *_: pytest.fail("must be found before anything is loaded"))
-    code, _, err = call("eval", whole, *words)
+def test_options_of_eval_that_make_no_sense(words, message, call, tmp_path):
+    """They are found before anything is loaded."""
+    code, _, err = call("eval", tmp_path / "absent", *words)
     assert code == 2
     assert message in err
 
@@ -406,14 +446,14 @@ def test_a_run_answers_a_question(whole, call):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--number", "0"], "--number must be at least 1, got 0"),
-        (["--max-new-tokens", "0"], "--max-new-tokens must be at least 1, got 0"),
-        (["--number", "2"], "--number above 1 needs a --temperature above 0"),
-        (["--temperature", "-1"], "temperature must be at least 0, got -1"),
+        (["--number", "0"], "--number must be an integer of at least 1, got 0"),
+        (["--max-new-tokens", "0"], "--max-new-tokens must be an integer of at least 1, or None, got 0"),
+        (["--number", "2"], "--number above 1 needs a temperature above 0"),
+        (["--temperature", "-1"], "--temperature must be a finite number of at least 0, got -1"),
     ],
 )
-def test_options_of_sample_that_make_no_sense(whole, words, message, call):
-    code, _, err = call("sample", whole, "q", *words)
+def test_options_of_sample_that_make_no_sense(words, message, call, tmp_path):
+    code, _, err = call("sample", tmp_path / "absent", "q", *words)
     assert code == 2
     assert message in err
 

@@ -26,6 +26,8 @@ from grpo_jax.options import AdamW, Batching, Generation, OptionError, Precision
 from grpo_jax.runs.folder import write_json
 from grpo_jax.tasks import TASKS
 
+from other_values import OTHER, needed
+
 nan = float("nan")
 WRONG = {
     "steps": [0, -1, 1.5, True],
@@ -79,62 +81,6 @@ WRONG = {
     "decode_weights": ["splt", "split"],
     "task_args": [("levl=2",), ("level",), ("level=two",)],
     "objective_args": [("bta=1",), ("beta",), ("beta=little",)],
-}
-# An option of each kind of value, none of which is the default of any model.
-OTHER = {
-    "task_args": ("level=2", "wording=natural"),
-    "model": "some/folder",
-    "template_args": ("enable_thinking=false", "name=value"),
-    "template_date": "2024-07-01",
-    "param_dtype": "bfloat16",
-    "compute_dtype": "bfloat16",
-    "moment_dtype": "bfloat16",
-    "objective": "dapo",
-    "objective_args": ("low=0.1", "high=0.25"),
-    "steps": 7,
-    "group_size": 6,
-    "max_new_tokens": 9,
-    "temperature": 0.5,
-    "top_k": 7,
-    "top_p": 0.75,
-    "min_p": 0.125,
-    "decode_slots": 2,
-    "compactions": 4,
-    "epochs": 2,
-    "microbatches": 2,
-    "group_microbatches": 2,
-    "old_logp": "first_epoch",
-    "logit_chunk": 100,
-    "prompts_per_step": 24,
-    "prompt_length": 64,
-    "length_buckets": 3,
-    "pack_tokens": True,
-    "drop_zero_variance": True,
-    "weights": (1.0, 0.5),
-    "on_error": "skip",
-    "learning_rate": 1e-4,
-    "schedule": "linear",
-    "lr_warmup": 3,
-    "weight_decay": 0.1,
-    "clip_norm": math.inf,
-    "max_staleness": 2,
-    "compile_ahead": True,
-    "remat": "dots",
-    "ref_every": 4,
-    "ref_ema": 0.99,
-    "sft_steps": 5,
-    "sft_target_loss": 0.5,
-    "eval_every": 5,
-    "eval_rows": 11,
-    "eval_batch_size": 12,
-    "save_every": 13,
-    "keep_checkpoints": 4,
-    "log_completions": 0,
-    "mesh": "data=2,fsdp=4",
-    "pmap": 2,
-    "decode_weights": "split",
-    "seed": 99,
-    "out": "some where",
 }
 
 
@@ -270,11 +216,6 @@ def test_what_is_given_stays():
     assert given == (7, 0, 0.0, 2)
     assert config.objective_options() == {"beta": 0.5}
     assert config.task_options() == {"wording": "natural"}
-
-
-def needed(name):
-    """What another option must be for a value of `OTHER`: nothing, but for a few."""
-    return {"decode_weights": {"mesh": "data=2"}}.get(name, {})
 
 
 def test_every_option_has_another_value():

@@ -17,6 +17,7 @@ import platform
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,7 @@ from experiments.benchmark.driver import Plan, WorkerError
 from experiments.benchmark.report import Report, machine_rates
 from experiments.benchmark.workloads import SHAPES, WORKLOADS, named
 from grpo_jax.models.hub import config_from_hf
+from grpo_jax.options import Precision
 from grpo_jax.runs.terminal import Screen
 
 PEERS = ("transformers", "trl", "tunix")
@@ -70,9 +72,10 @@ class Options:
     """A process that holds more memory than this is ended and reported as out of memory."""
 
 
-def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
-    """The plan, the versions of all packages that take part, and notes on who does not."""
-    kind = driver.accelerator()
+def make_plan(options: Options, kind: str) -> tuple[Plan, dict[str, str], list[str]]:
+    """The plan for a kind of machine ("cpu", "gpu" or "tpu"), the versions of all packages that
+    take part, and notes on who does not.
+    """
     workloads = named(options.workloads, tuple(WORKLOADS), "--workloads")
     peers = named(options.peers, PEERS, "--peers")
     if not workloads:
@@ -85,7 +88,8 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
     dtype = options.dtype or ("float32" if kind == "cpu" else "bfloat16")
     if shape not in SHAPES or dtype not in ("float32", "bfloat16"):
         raise ValueError(
-            f"--shape must be one of {', '.join(SHAPES)} and --dtype float32 or bfloat16, got {shape} and {dtype}"
+            f"--shape must be one of {', '.join(SHAPES)} and --dtype float32 or bfloat16, got "
+            f"{shape} and {dtype}"
         )
     torch_python, tunix_python = (
         str(Path(p).expanduser()) for p in (options.torch_python, options.tunix_python)
@@ -101,8 +105,9 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
         python = driver.python_of(name, torch_python, tunix_python)
         has = driver.versions(python, driver.NEEDS[name])
         if has is None or (kind == "tpu" and name != "grpo_jax"):
+            needed = driver.NEEDS[name][0]
             notes.append(
-                f"{name} is left out: {driver.NEEDS[name][0]} is not installed for {python}, or not on TPUs"
+                f"{name} is left out: {needed} is not installed for {python}, or not on TPUs"
             )
             continue
         if name == "tunix" and bias:
@@ -139,6 +144,7 @@ def make_plan(options: Options) -> tuple[Plan, dict[str, str], list[str]]:
         repeats,
         limit,
         versions=known,
+        platform=kind,
     )
     return plan, found, notes
 
@@ -172,7 +178,9 @@ def processor() -> str:
     return models[0] if models else platform.processor() or platform.machine()
 
 
-def measure(plan: Plan, console: Console) -> tuple[dict, dict, list[str]]:
+def measure(
+    plan: Plan, console: Console, run: Callable[..., dict] = driver.run_worker
+) -> tuple[dict, dict, list[str]]:
     """`driver.measure` behind a progress display that says who does what; without a terminal, a
     line now and then.
     """
@@ -187,18 +195,19 @@ def measure(plan: Plan, console: Console) -> tuple[dict, dict, list[str]]:
                 done += 1
                 show(done)
                 return
-            told = f"{event['stage']} {event['seconds']:.3g} s, peak {event['peak_rss_bytes'] / 1e9:.1f} GB"
+            peak = f"peak {event['peak_rss_bytes'] / 1e9:.1f} GB"
+            told = f"{event['stage']} {event['seconds']:.3g} s, {peak}"
             show(done, note=f"{workload} round {number + 1} {contestant}: {told}")
 
-        return driver.measure(plan, tell)
+        return driver.measure(plan, tell, run)
 
 
 def main(options: Options) -> Report:
     console = Console(width=None if sys.stdout.isatty() else 180)
-    plan, versions, notes = make_plan(options)
+    plan, versions, notes = make_plan(options, driver.accelerator())
     results, rates, found = measure(plan, console)
     settings = json.loads((Path(plan.folder) / "config.json").read_text())
-    config = dataclasses.asdict(config_from_hf(settings, plan.dtype))
+    config = dataclasses.asdict(config_from_hf(settings, Precision(plan.dtype)))
     inputs = {
         workload: dict(np.load(plan.out / workload / "inputs.npz")) for workload in plan.workloads
     }

@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
 
 from experiments.benchmark import agreement
-from experiments.benchmark.workloads import WORKLOADS, family, make_inputs
+from experiments.benchmark.workloads import WORKLOADS, Workload, family, make_inputs
 
 ROOT = Path(__file__).resolve().parents[2]
 # The distributions whose versions are told, the first of which a contestant cannot do without.
@@ -58,11 +58,12 @@ class Plan:
     repeats: int
     memory_limit: int  # bytes
     seed: int = 0
-    versions: dict[str, dict[str, str]] = dataclasses.field(
-        default_factory=dict
-    )  # of each family's packages
+    # Of each family's packages.
+    versions: dict[str, dict[str, str]] = dataclasses.field(default_factory=dict)
     learning_rate: float = 1e-6
     clip_norm: float = 1.0
+    platform: str = "cpu"  # "gpu" or "tpu" where there is one
+    sizes: Mapping[str, Workload] = dataclasses.field(default_factory=lambda: WORKLOADS)
 
     def fixed(self) -> dict:
         """What must not change between two runs that share a folder."""
@@ -129,7 +130,7 @@ def run_worker(python: str, spec: dict, memory_limit: int, tell: Callable[[dict]
     )  # of another spec: it must not be taken for this one's
     path.write_text(json.dumps(spec, indent=2) + "\n")
     surroundings = environment()
-    if spec["dtype"] == "float32" and accelerator() != "cpu":
+    if spec["dtype"] == "float32" and spec["platform"] != "cpu":
         surroundings["JAX_DEFAULT_MATMUL_PRECISION"] = "highest"  # PyTorch's own default
     command = [python, "-m", "experiments.benchmark.worker", str(path)]
     too_large = threading.Event()
@@ -203,12 +204,15 @@ def specs(plan: Plan) -> Iterator[tuple[str, str, int]]:
                     yield workload, contestant, number
 
 
-def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str]]:
+def measure(
+    plan: Plan, tell: Callable[..., None], run: Callable[..., dict] = run_worker
+) -> tuple[dict, dict, list[str]]:
     """Runs what has not been run; returns `results[workload][contestant]`, the machine's rates, and
     notes.
 
     `tell(contestant, workload, number, event)` hears of every stage that ends (a dict) and of every
-    result (None). Raises DisagreementError as soon as first steps are seen to differ.
+    result (None); `run` is how a worker is run. Raises DisagreementError as soon as first steps are
+    seen to differ.
     """
     open_folder(plan)
     config = json.loads((Path(plan.folder) / "config.json").read_text())
@@ -222,7 +226,8 @@ def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str
             spec = _spec(plan, config, workload, contestant, number)
             hear = lambda event, at=(contestant, workload, number): tell(*at, event)
             try:
-                found = _result(plan.pythons[family(contestant)], spec, plan.memory_limit, hear)
+                python = plan.pythons[family(contestant)]
+                found = _known(spec) or run(python, spec, plan.memory_limit, hear)
             except WorkerError as error:
                 if family(contestant) == "grpo_jax":
                     raise
@@ -231,7 +236,7 @@ def measure(plan: Plan, tell: Callable[..., None]) -> tuple[dict, dict, list[str
             if "failed" in found:
                 notes.append(f"{workload}: {found['failed']}")
             elif number == 0 and not machine:
-                if found.get("attention") and accelerator() != "cpu":
+                if found.get("attention") and plan.platform != "cpu":
                     notes.append(
                         f"{workload}: {contestant} attends by {found['attention']} in training"
                     )
@@ -247,35 +252,35 @@ def _spec(plan: Plan, config: dict, workload: str, contestant: str, number: int)
     stop_id = stop_id[0] if isinstance(stop_id, list) else stop_id
     folder.mkdir(exist_ok=True)
     inputs = folder / "inputs.npz"
-    kind = accelerator()
-    np.savez(inputs, **make_inputs(WORKLOADS[workload], config["vocab_size"], stop_id, plan.seed))
+    work = plan.sizes[workload]
+    np.savez(inputs, **make_inputs(work, config["vocab_size"], stop_id, plan.seed))
     return {
         "contestant": contestant,
         "folder": plan.folder,
         "inputs": str(inputs.absolute()),
         "result": str((folder / f"{contestant}.{number}.json").absolute()),
-        "workload": dataclasses.asdict(WORKLOADS[workload]),
+        "workload": dataclasses.asdict(work),
         "dtype": plan.dtype,
         "repeats": plan.repeats,
         "stop_id": stop_id,
         "vocab_size": config["vocab_size"],
         "learning_rate": plan.learning_rate,
         "clip_norm": plan.clip_norm,
-        "matrix": 256 if plan.shape == "tiny" else 2048 if kind == "cpu" else 8192,
+        "matrix": 256 if plan.shape == "tiny" else 2048 if plan.platform == "cpu" else 8192,
         "copy_bytes": 2**20 if plan.shape == "tiny" else 2**28,
-        "platform": kind,
+        "platform": plan.platform,
         "memory_limit": plan.memory_limit,
         "versions": plan.versions.get(family(contestant), {}),
     }
 
 
-def _result(python: str, spec: dict, memory_limit: int, hear: Callable[[dict], None]) -> dict:
+def _known(spec: dict) -> dict | None:
     """What was measured before, if the worker was told the same then."""
     path = Path(spec["result"])
     before = path.with_suffix(".spec")
     if path.exists() and before.exists() and json.loads(before.read_text()) == spec:
         return json.loads(path.read_text())
-    return run_worker(python, spec, memory_limit, hear)
+    return None
 
 
 def _agree(plan: Plan, workload: str, results: dict, notes: list[str]) -> None:
@@ -293,7 +298,7 @@ def _agree(plan: Plan, workload: str, results: dict, notes: list[str]) -> None:
     ours, theirs = (
         _first_step(plan.out / workload / f"{name}.0", results[name][0]) for name in known
     )
-    if newest == "tunix" and WORKLOADS[workload].peer_microbatches > 1:
+    if newest == "tunix" and plan.sizes[workload].peer_microbatches > 1:
         ours, theirs = (x | {"grad_norm": 0.0, "gradient": np.zeros(1)} for x in (ours, theirs))
     found = agreement.check(workload, newest, ours, theirs, dtype=plan.dtype)
     told = ", ".join(f"{name.removesuffix('_PGT')} {value:.1e}" for name, value in found.items())

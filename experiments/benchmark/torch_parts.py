@@ -37,11 +37,11 @@ def load(spec, dtype: str):
     ).to(device())
 
 
-def generation_cache() -> dict:
-    """On GPUs a cache of fixed shape, for which `generate` compiles decoding; on CPUs it compiles
-    nothing.
+def generation_cache(kind: str) -> dict:
+    """On GPUs ("cuda") a cache of fixed shape, for which `generate` compiles decoding; on CPUs it
+    compiles nothing.
     """
-    return {"cache_implementation": "static"} if device() == "cuda" else {}
+    return {"cache_implementation": "static"} if kind == "cuda" else {}
 
 
 class ForcedLengths(LogitsProcessor):

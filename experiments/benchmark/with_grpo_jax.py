@@ -13,9 +13,10 @@ from experiments.benchmark.workloads import Workload
 from grpo_jax.inference.text import encode
 from grpo_jax.models import LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import grpo
-from grpo_jax.options import Batching, Generation, Update
-from grpo_jax.parallel.backends import SINGLE, Program, listed, shapes_of
+from grpo_jax.options import Batching, Generation, Precision, Update
+from grpo_jax.parallel.backends import SINGLE
 from grpo_jax.parallel.memory import remat_by_memory
+from grpo_jax.parallel.programs import Program, listed, shapes_of
 from grpo_jax.rewards import batched
 from grpo_jax.tasks import Task
 from grpo_jax.training.loop import Collected, collect, iterate, weights_of
@@ -83,7 +84,8 @@ class GrpoJax:
         self.spec = spec
         self.inputs = inputs
         work = spec.workload
-        model, params = load_pretrained(spec.folder, dtype=spec.dtype)
+        # Parameters and the first moment in the type that the others keep them in.
+        model, params = load_pretrained(spec.folder, precision=Precision(spec.dtype))
         if not spec.contestant.endswith("_layer"):  # the default of `grpo-jax train`: by memory
             prompts = work.prompts // work.microbatches
             lengths = work.prompt_length, work.group_size, work.max_new_tokens
@@ -209,7 +211,7 @@ def stages_of(spec, inputs: dict, model: LanguageModel) -> Stages:
         task,
         tokenizer,
         grpo(low=0.2, high=0.2, beta=work.beta),
-        adamw(spec.learning_rate, clip_norm=spec.clip_norm),
+        adamw(spec.learning_rate, clip_norm=spec.clip_norm, moments=spec.dtype),
         generation=generation,
         update=update_of(work),
         batching=batching_of(work),

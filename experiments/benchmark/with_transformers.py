@@ -19,8 +19,8 @@ from experiments.benchmark.torch_parts import (
 )
 
 
-def build(spec: SimpleNamespace, inputs: dict) -> "Loop":
-    return Loop(spec, inputs)
+def build(spec: SimpleNamespace, inputs: dict, cache: dict | None = None) -> "Loop":
+    return Loop(spec, inputs, generation_cache(device()) if cache is None else cache)
 
 
 def completion_logp(model, ids, completion_length: int):
@@ -35,10 +35,11 @@ def completion_logp(model, ids, completion_length: int):
 
 
 class Loop:
-    def __init__(self, spec, inputs):
+    def __init__(self, spec, inputs, cache: dict):
         use_all_cores()
         torch.manual_seed(0)
         self.spec = spec
+        self.cache = cache
         self.inputs = inputs
         dtype = "bfloat16" if spec.contestant.endswith("_bf16") else spec.dtype
         self.model = load(
@@ -67,7 +68,7 @@ class Loop:
             "temperature": 1.0,
             "top_k": 0,
         }
-        options |= {"top_p": 1.0, "use_cache": True} | generation_cache()
+        options |= {"top_p": 1.0, "use_cache": True} | self.cache
         options |= {"pad_token_id": self.spec.stop_id, "eos_token_id": self.spec.stop_id}
         if work.ragged:
             options["logits_processor"] = force_lengths(self.spec, self.inputs)

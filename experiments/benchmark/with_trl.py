@@ -30,8 +30,8 @@ from experiments.benchmark.torch_parts import (
 )
 
 
-def build(spec: SimpleNamespace, inputs: dict) -> "Trl":
-    return Trl(spec, inputs)
+def build(spec: SimpleNamespace, inputs: dict, cache: dict | None = None) -> "Trl":
+    return Trl(spec, inputs, generation_cache(device()) if cache is None else cache)
 
 
 def word(token_id: int) -> str:
@@ -50,7 +50,7 @@ def number_tokenizer(vocab_size: int, stop_id: int) -> PreTrainedTokenizerFast:
 
 
 class Trl:
-    def __init__(self, spec, inputs):
+    def __init__(self, spec, inputs, cache: dict):
         use_all_cores()
         self.spec = spec
         self.inputs = inputs
@@ -90,7 +90,7 @@ class Trl:
             bf16=dtype == "bfloat16",
             use_cpu=device() == "cpu",
             report_to="none",
-            **generation_cache(),
+            **cache,
         )
         self.trainer = GRPOTrainer(
             model=model,
@@ -102,10 +102,8 @@ class Trl:
         self.model = self.trainer.model.train()
         self.frozen = self.trainer.ref_model or self.model
         self.optimizer = self.trainer.create_optimizer()
-        if generation_cache():
-            self.trainer.generation_config.disable_compile = (
-                False  # TRL forbids what such a cache is for
-            )
+        if cache:  # TRL forbids what such a cache is for
+            self.trainer.generation_config.disable_compile = False
         self.trainer.current_gradient_accumulation_steps = self.cuts
         self.watch()
 

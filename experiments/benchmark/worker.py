@@ -5,8 +5,10 @@ Tells on stdout what it does, one JSON object a line, and writes the result besi
 nothing heavy before it knows which contestant it is. A contestant is a module with `build(spec,
 inputs)`; what that returns has
 
-    first(clock) -> dict   every stage once, the update on the given batch: loss, grad_norm, reference_PGT, gradient
-    step(clock) -> array   a whole step of its own: sample, score, reference, train; returns the lengths `[P, G]`
+    first(clock) -> dict   every stage once, the update on the given batch: loss, grad_norm,
+                           reference_PGT, gradient
+    step(clock) -> array   a whole step of its own: sample, score, reference, train; returns the
+                           lengths `[P, G]`
     reference(clock)       the reference log-probabilities of the given batch alone
     temp_bytes() -> int    XLA's temporaries of the compiled update, None without XLA
     platform() -> str      where it runs: "cpu", "gpu" or "tpu"
@@ -124,7 +126,8 @@ def main() -> None:
                 else "PyTorch with CUDA"
             )
             sys.exit(
-                f"it finds a {there} on a machine with a {spec.platform}: install {needed} for {sys.executable}"
+                f"it finds a {there} on a machine with a {spec.platform}: install {needed} for "
+                f"{sys.executable}"
             )
         result, arrays = measure(contestant, spec, inputs)
         np.savez(path.with_suffix(".npz"), **arrays)

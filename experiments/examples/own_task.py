@@ -18,7 +18,7 @@ GREEDY = grpo_jax.Generation(1, max_new_tokens=2, sampling=grpo_jax.Sampling(tem
 
 
 def near(completion: str, answer: str) -> float:
-    """1 for the right sum, less for one that is further off, 0 for what is no number."""
+    """1 for the right sum, less for a number that is further off."""
     return 1 - abs(int(completion) - int(answer)) / 100 if completion.isdecimal() else 0.0
 
 
@@ -35,26 +35,24 @@ def write_rows(path: Path) -> Path:
 
 def main(steps: int = 60, data: Path | None = None, out: Path | None = None):
     out = out or Path(tempfile.mkdtemp())
-    lines = (data or write_rows(out / "rows.jsonl")).read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+    data = data or write_rows(out / "rows.jsonl")
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
     ask = lambda row: [{"role": "user", "content": row["question"]}]
-    target = lambda row: row["answer"]  # a right completion, for supervised updates
-    task = grpo_jax.Task("sums", rows[32:], rows[:32], ask, [near, digits], target)
+    answer = lambda row: row["answer"]
+    task = grpo_jax.Task("sums", rows[32:], rows[:32], ask, [near, digits], target=answer)
     tokenizer = grpo_jax.ByteTokenizer()
     model = grpo_jax.decoder(grpo_jax.DecoderConfig(tokenizer.vocab_size, 32, 64, 2, 4, 4, 8))
     params = jax.jit(model.init)(jax.random.key(0))
     run = (model, params, task, tokenizer, grpo_jax.grpo(beta=0.0), grpo_jax.adamw(3e-3))
-    scoring = grpo_jax.Scoring(weights=(1.0, 0.1))
-    sampled = {"generation": GENERATION, "scoring": scoring}
-    greedy = {"generation": GREEDY, "scoring": scoring}
+    options = {"generation": GENERATION, "scoring": grpo_jax.Scoring(weights=(1.0, 0.1))}
     grpo_jax.keep_programs()  # the next start compiles nothing
     with grpo_jax.run_folder(out / "run") as folder:  # metrics, timings, texts, TensorBoard
-        for state, metrics in grpo_jax.train(*run, steps=steps, **sampled):
+        for state, metrics in grpo_jax.train(*run, steps=steps, **options):
             folder.log(metrics)
             params = state.train.params
-    found = grpo_jax.evaluate(model, params, tokenizer, task, task.held_out, **greedy)
+    found = grpo_jax.evaluate(model, params, tokenizer, task, task.held_out, generation=GREEDY)
     right = sum(t == row["answer"] for row, (t,) in zip(task.held_out, found.texts, strict=True))
-    print(f"held out: reward {found.mean_reward:.3f}, exactly right {right / len(found.texts):.1%}")
+    print(f"training reward {metrics['reward']:.3f}; {right} of {len(found.texts)} sums right")
     return metrics, grpo_jax.save_pretrained(out / "model", model.config, params)
 
 

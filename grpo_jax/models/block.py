@@ -37,7 +37,7 @@ def rms_norm(x_TD: Array, scale_D: Array, eps: float) -> Array:
 
 
 def rope_frequencies(config: DecoderConfig) -> Array:
-    """Angle by which each pair of numbers turns from one position to the next: `[f]`.
+    """Angle between one position and the next of each pair of numbers in a head: `[f]`.
 
     `w_i = theta^(−2i/d)`, i < d/2 (Su et al. 2021, 2104.09864, eq. 15). With Llama 3's scaling (its
     code, `apply_scaling`), of L original positions:
@@ -127,12 +127,12 @@ class Block(nn.Module):
     # Not wrapped by Flax: these are parts of the one compact method, with its parameters.
     @nn.nowrap
     def _norm(self, x_TD: Array, name: str) -> Array:
-        scale_D = self.param(name, nn.initializers.ones, x_TD.shape[-1:], self.config.param_dtype)
+        scale_D = self.param(name, nn.initializers.ones, x_TD.shape[-1:], self.config.stored_dtype)
         return rms_norm(x_TD, scale_D, self.config.rms_norm_eps)
 
     @nn.nowrap
     def _linear(self, x_TD: Array, name: str, size: int, bias: bool = False) -> Array:
-        dtype = self.config.param_dtype
+        dtype = self.config.stored_dtype
         D = x_TD.shape[-1]
         if self.decoding:
             w = self.param(name, MATRIX, (size, D), dtype)

@@ -19,7 +19,7 @@ from grpo_jax.models import decoding_pass, training_pass
 from grpo_jax.models.block import MATRIX, Block, logits, rope_angles, rope_frequencies
 from grpo_jax.models.decoder_config import AXES, DecoderConfig
 from grpo_jax.models.language_model import LanguageModel
-from grpo_jax.models.precision import cast, is_mixed
+from grpo_jax.models.precision import cast_matrices, is_mixed
 from grpo_jax.models.training_pass import REMAT, Context
 from grpo_jax.types import Array, Params
 
@@ -79,7 +79,7 @@ def _bind(context: Context) -> LanguageModel:
         forward=partial(training_pass.forward, context),
         with_gather=with_gather,
         outer=partial(training_pass.outer, context),
-        cast=partial(cast, config) if is_mixed(config) else None,
+        cast=partial(cast_matrices, config) if is_mixed(config) else None,
         # None where a caller chose "einsum": no device then puts a kernel in its place.
         with_attention=None if context.attention == "einsum" else with_attention,
         keeps_products=context.remat in ("dots", "none"),
@@ -94,12 +94,12 @@ def init(config: DecoderConfig, key: Array) -> Params:
     layer_keys = jax.random.split(layer_key, config.num_hidden_layers)
     params = {
         # Of variance 1 / D, that of a head: where the two are tied, logits start near variance 1.
-        "embed": nn.initializers.normal(D**-0.5)(embed_key, (V, D), config.param_dtype),
+        "embed": nn.initializers.normal(D**-0.5)(embed_key, (V, D), config.stored_dtype),
         "layers": jax.vmap(partial(_init_layer, config))(layer_keys),
-        "norm": jnp.ones((D,), config.param_dtype),
+        "norm": jnp.ones((D,), config.stored_dtype),
     }
     if not config.tie_word_embeddings:
-        params["head"] = MATRIX(head_key, (D, V), config.param_dtype)
+        params["head"] = MATRIX(head_key, (D, V), config.stored_dtype)
     return params
 
 

@@ -55,8 +55,6 @@ class DecoderConfig:
     param_dtype: str | None = None
 
     def __post_init__(self):
-        if self.param_dtype is None:
-            object.__setattr__(self, "param_dtype", self.dtype)
         for field in (
             "vocab_size",
             "hidden_size",
@@ -83,7 +81,12 @@ class DecoderConfig:
             raise ValueError(
                 f"rope_scaling must be None or ('llama3', 4 numbers), got {self.rope_scaling!r}"
             )
-        if self.param_dtype not in DTYPES:
+        if self.stored_dtype not in DTYPES:
             raise ValueError(f"param_dtype must be one of {DTYPES}, got {self.param_dtype!r}")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {DTYPES}, got {self.dtype!r}")
+
+    @property
+    def stored_dtype(self) -> str:
+        """The type of the parameters."""
+        return self.dtype if self.param_dtype is None else self.param_dtype

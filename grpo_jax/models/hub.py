@@ -292,7 +292,7 @@ def _refuse_leftovers(config: DecoderConfig, params: Params, tensors: dict[str, 
             del tensors[name]
     if config.tie_word_embeddings and NAMES["head"] in tensors:
         head_VD = _take(tensors, NAMES["head"], params["embed"].shape)
-        if not np.array_equal(head_VD.astype(config.param_dtype), np.asarray(params["embed"])):
+        if not np.array_equal(head_VD.astype(config.stored_dtype), np.asarray(params["embed"])):
             raise ValueError(
                 f"tensor {NAMES['head']} differs from {NAMES['embed']}, though tie_word_embeddings is true"
             )

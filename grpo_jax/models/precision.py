@@ -26,13 +26,17 @@ MASTERS = "masters"  # where a cast tree keeps the embedding and the head that g
 
 def is_mixed(config: DecoderConfig) -> bool:
     """Whether matrices are computed in another type than they are kept in."""
-    return config.param_dtype != config.dtype
+    return config.stored_dtype != config.dtype
 
 
 def cast(config: DecoderConfig, params: Params) -> Params:
     """The parameters, with all matrices in the type that they are computed in."""
-    if not is_mixed(config):
-        return params
+    return cast_matrices(config, params) if is_mixed(config) else params
+
+
+@partial(jax.jit, static_argnums=0)
+def cast_matrices(config: DecoderConfig, params: Params) -> Params:
+    """`cast`, compiled by itself."""
 
     def narrowed(path: tuple, x: Array) -> Array:
         name = str(path[-1].key)

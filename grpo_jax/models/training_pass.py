@@ -286,8 +286,8 @@ def rows_of_places(place_N: Array, size: int) -> Array:
     return jnp.full(size, N).at[place_N].set(jnp.arange(N), mode="drop")
 
 
-# `take_rows` is given rows and places, each the inverse of the other: its gradient is then a gather,
-# too, and not the scatter that an ordinary gather's gradient is.
+# `take_rows` is given rows and places, each the inverse of the other: its gradient is then a
+# gather too, and not the scatter that an ordinary gather's gradient is.
 _take_rows_of_heads = jax.vmap(take_rows, in_axes=(0, None, None))
 
 

@@ -17,11 +17,13 @@ from grpo_jax.objectives.advantages import (
     weighted_sum,
 )
 from grpo_jax.objectives.aggregates import fixed_length, sequence_mean, sequence_sum, token_mean
+from grpo_jax.objectives.checks import check_objective
 from grpo_jax.objectives.compose import (
     Objective,
     batch_advantages,
     batch_loss,
     compose,
+    need,
     neutralise,
     then_prepare,
 )
@@ -42,11 +44,19 @@ from grpo_jax.objectives.corrections import (
     tv_mask,
     value_loss,
 )
-from grpo_jax.objectives.diagnostics import diagnostics, reads, reads_in_loss, reads_in_prepare
+from grpo_jax.objectives.diagnostics import diagnostics
 from grpo_jax.objectives.divergences import k1, k2, k3, weighted_k3
+from grpo_jax.objectives.effects import corrects_for_sampler, has_ratio_to_old
+from grpo_jax.objectives.exponentials import bounded_exp, bounded_expm1
+from grpo_jax.objectives.inert import gradient_at_zero_advantage
 from grpo_jax.objectives.preparations import (
+    count_group_tokens,
     gae_advantages,
+    high_entropy,
+    kl_penalty,
+    length_weighted_baseline,
     minus_value,
+    only_signal,
     outcome_advantages,
     process_supervision,
     reward_to_go,
@@ -99,8 +109,15 @@ from grpo_jax.objectives.surrogates import (
     mirror,
     soft_gated,
     tapered,
+    truncated,
     unclipped,
     weighted,
+)
+from grpo_jax.objectives.tracing import (
+    reads,
+    reads_in_loss,
+    reads_in_prepare,
+    weight_depends_on_policy,
 )
 
 __all__ = [
@@ -114,10 +131,15 @@ __all__ = [
     "batch_scale",
     "batch_whiten",
     "bnpo",
+    "bounded_exp",
+    "bounded_expm1",
     "center",
+    "check_objective",
     "cispo",
     "clipped",
     "compose",
+    "corrects_for_sampler",
+    "count_group_tokens",
     "dapo",
     "diagnostics",
     "dppo",
@@ -139,17 +161,22 @@ __all__ = [
     "gdpo",
     "geometric",
     "gmpo",
+    "gradient_at_zero_advantage",
     "grpo",
     "gspo",
     "gspo_token",
+    "has_ratio_to_old",
     "has_signal",
+    "high_entropy",
     "k1",
     "k2",
     "k3",
     "kimi",
     "kl_in_reward",
     "kl_mask",
+    "kl_penalty",
     "leave_one_out",
+    "length_weighted_baseline",
     "limited",
     "lite_ppo",
     "luspo",
@@ -157,10 +184,12 @@ __all__ = [
     "maxrl",
     "minus_value",
     "mirror",
+    "need",
     "neutralise",
     "never",
     "objective_at",
     "on_policy",
+    "only_signal",
     "opo",
     "outcome",
     "outcome_advantages",
@@ -200,11 +229,13 @@ __all__ = [
     "token_mean",
     "top_entropy",
     "topr",
+    "truncated",
     "truncated_is",
     "tv_mask",
     "unclipped",
     "value_loss",
     "vespo",
+    "weight_depends_on_policy",
     "weighted",
     "weighted_k3",
     "weighted_sum",

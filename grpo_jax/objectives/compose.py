@@ -20,7 +20,7 @@ import numpy as np
 
 from grpo_jax.objectives.advantages import PROMPT_AXIS, Advantage
 from grpo_jax.objectives.divergences import k1
-from grpo_jax.objectives.values import is_off, not_negative, number
+from grpo_jax.objectives.values import is_off, not_negative
 from grpo_jax.types import Array, Mean, Sample
 
 Loss = Callable[[Array, Sample], Mean]
@@ -41,7 +41,8 @@ class Objective(_Functions):
     `loss` maps one sequence (logp_T, Sample) to a `Mean`; `prepare` maps the samples of the whole
     batch, leading axes P and G, once before the epochs on it: quantiles, whitening and process
     advantages live there, so that cutting the batch into micro-batches later changes nothing.
-    A preparation that takes `advantage` or `loss` by keyword is given the objective's own.
+    A preparation that takes `advantage` or `loss` by keyword is given the objective's own, and one
+    that takes the loss comes last.
     `print(objective)` shows the recipe.
     """
 
@@ -50,10 +51,11 @@ class Objective(_Functions):
     @property
     def prepare(self) -> Prepare | None:
         """The preparation, with what it takes of this objective."""
-        steps = [_given(step, self) for step in prepare_steps(self)]
+        steps = sorted(prepare_steps(self), key=lambda step: "loss" in _taken(step))
+        steps = tuple(_given(step, self) for step in steps)
         if len(steps) < 2:
             return steps[0] if steps else None
-        return functools.partial(in_turn, steps=tuple(steps))
+        return functools.partial(in_turn, steps=steps)
 
     def __repr__(self) -> str:
         named = (
@@ -102,19 +104,18 @@ def wants(part: Callable, name: str) -> bool:
     return parameter is not None and parameter.kind is not inspect.Parameter.KEYWORD_ONLY
 
 
-def _given(step: Callable, objective: Objective) -> Prepare:
-    """A preparation with the functions of the objective that it takes and was not bound to."""
+def _taken(step: Callable) -> list[str]:
+    """Which functions of its objective a preparation takes and was not bound to."""
     try:
-        parameters = inspect.signature(step).parameters
+        parameters = inspect.signature(step).parameters.values()
     except ValueError:  # written in C
-        return step
-    own = {
-        name: getattr(objective, name)
-        for name in ("advantage", "loss")
-        if name in parameters
-        and parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-        and parameters[name].default is inspect.Parameter.empty
-    }
+        return []
+    unbound = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    return [name for name in ("advantage", "loss") if name in unbound]
+
+
+def _given(step: Callable, objective: Objective) -> Prepare:
+    own = {name: getattr(objective, name) for name in _taken(step)}
     return functools.partial(step, **own) if own else step
 
 
@@ -286,10 +287,14 @@ def in_turn(samples_PG: Sample, *, steps: tuple[Prepare, ...]) -> Sample:
 
 def prepare_steps(objective: Objective) -> tuple[Callable, ...]:
     """The preparations of an objective, as they were given to it."""
-    steps = tuple(objective)[_Functions._fields.index("prepare")]
-    if steps is None:
-        return ()
-    return steps.keywords["steps"] if getattr(steps, "func", None) is in_turn else (steps,)
+    _, _, prepare = tuple(objective)
+    return () if prepare is None else _flat(prepare)
+
+
+def _flat(step: Callable) -> tuple[Callable, ...]:
+    if getattr(step, "func", None) is not in_turn:
+        return (step,)
+    return sum((_flat(inside) for inside in step.keywords["steps"]), ())
 
 
 def with_steps(objective: Objective, *steps: Callable) -> Objective:

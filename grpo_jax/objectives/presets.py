@@ -23,7 +23,17 @@ numbers:
     GMPO, top entropy      weighs the sequence's cost       inside the mean          none
 
 Tunix 0.1.7 uses ddof 1 and + 1e-6, and by default k1 as the KL of the loss, which has no gradient
-in expectation.
+in expectation. TRL has neither REINFORCE++ nor DPPO; beside verl (and OpenRLHF, of the authors of
+REINFORCE++):
+
+    what                   here                             verl                     to match verl
+    ---------------------  -------------------------------  -----------------------  -------------------------
+    REINFORCE++ (both)     tokens whitened, population      tokens, ddof 1, + 1e-8   whiten_tokens(ddof=1)
+    REINFORCE++-baseline   k2 in the loss, β .01            KL by its configuration  kl_in_reward, beta=0.0
+    DPPO                   sg[min(r, 20)]·A·log π           the same, |log r| ≤ 20   none needed: e^20 > 20
+    δ of DPPO              .15 on both sides                one for each side, .2    tv_mask, delta=.2
+    ties in top-p          all that are as likely stay      (transformers) one order none: a token is sampled
+                                                            of equals is cut         and scored by one rule
 """
 
 import functools
@@ -33,7 +43,6 @@ from collections.abc import Callable, Sequence
 from grpo_jax.objectives import preparations
 from grpo_jax.objectives.advantages import (
     batch_scale,
-    batch_whiten,
     center,
     leave_one_out,
     over_mean,
@@ -43,7 +52,7 @@ from grpo_jax.objectives.advantages import (
     standardize,
 )
 from grpo_jax.objectives.aggregates import fixed_length, sequence_mean, sequence_sum, token_mean
-from grpo_jax.objectives.compose import Loss, Objective, compose, in_turn
+from grpo_jax.objectives.compose import Loss, Objective, compose, then_prepare, with_steps
 from grpo_jax.objectives.corrections import (
     drop_constant_groups,
     entropy_bonus,
@@ -67,43 +76,16 @@ from grpo_jax.objectives.surrogates import (
     mirror,
     soft_gated,
     tapered,
+    truncated,
     unclipped,
     weighted,
 )
-
-
-def _not_negative(**options: float) -> None:
-    for name, value in options.items():
-        if isinstance(value, int | float) and not (math.isfinite(value) and value >= 0):
-            raise ValueError(f"{name} must be a finite number that is not negative, got {value}.")
-
-
-def _positive(**options: float) -> None:
-    for name, value in options.items():
-        if not (math.isfinite(value) and value > 0):
-            raise ValueError(f"{name} must be a finite positive number, got {value}.")
-
-
-def _share(**options: float) -> None:
-    for name, value in options.items():
-        if not 0 <= value <= 1:
-            raise ValueError(f"{name} must be between 0 and 1, got {value}.")
-
-
-def _whole(**options: int) -> None:
-    for name, value in options.items():
-        if value != int(value) or value < 1:
-            raise ValueError(f"{name} must be a whole number of at least 1, got {value}.")
+from grpo_jax.objectives.values import is_off, not_negative, number, positive, share, whole
 
 
 def _clip(low: float, high: float):
-    _not_negative(low=low, high=high)
+    not_negative(low=low, high=high)
     return functools.partial(clipped, low=low, high=high)
-
-
-def _after(*steps):
-    """One preparation of several steps; a single step stands for itself."""
-    return steps[0] if len(steps) == 1 else functools.partial(in_turn, steps=steps)
 
 
 def grpo(*, low: float = 0.2, high: float = 0.2, beta: float = 0.04) -> Objective:
@@ -133,7 +115,7 @@ def dr_grpo(*, max_length: int, low: float = 0.2, high: float = 0.2) -> Objectiv
     """1/(B·max_length) Σ_i Σ_t −min(rA, clip(r)A), A = R − mean. Liu et al. 2025 (2503.20783),
     §3.2.
     """
-    _whole(max_length=max_length)
+    whole(max_length=max_length)
     aggregate = functools.partial(fixed_length, max_length=max_length)
     return Objective(center, compose(per_token, _clip(low, high), aggregate))
 
@@ -172,7 +154,7 @@ def gmpo(*, low: float = 0.4, high: float = 0.4) -> Objective:
     """1/B Σ_i −A·exp(mean_t clip(log r)), clipped by the sign of A. Zhao et al. 2025
     (2507.20673).
     """
-    _not_negative(low=low, high=high)
+    not_negative(low=low, high=high)
     ratio = functools.partial(geometric, low=low, high=high)
     return Objective(standardize, compose(ratio, unclipped, sequence_mean))
 
@@ -181,7 +163,7 @@ def cispo(*, low: float = 1.0, high: float = 4.0) -> Objective:
     """1/Σ|o_i| Σ_i Σ_t −sg[clip(r, 1−low, 1+high)]·A·log π. MiniMax 2025 (2506.13585), eqs. 4 and
     5.
     """
-    _not_negative(low=low, high=high)
+    not_negative(low=low, high=high)
     return Objective(
         standardize, compose(per_token, functools.partial(weighted, low=low, high=high), token_mean)
     )
@@ -189,7 +171,7 @@ def cispo(*, low: float = 1.0, high: float = 4.0) -> Objective:
 
 def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Objective:
     """1/B Σ_i 1/|o_i| Σ_t −A·σ(τ(r−1))·4/τ. Gao et al. 2025 (2511.20347)."""
-    _positive(tau_pos=tau_pos, tau_neg=tau_neg)
+    positive(tau_pos=tau_pos, tau_neg=tau_neg)
     surrogate = functools.partial(soft_gated, tau_pos=tau_pos, tau_neg=tau_neg)
     return Objective(standardize, compose(per_token, surrogate, sequence_mean))
 
@@ -199,18 +181,24 @@ def vespo(
 ) -> Objective:
     """1/Σ|o_i| Σ_i Σ_t −sg[W^k e^{λ(1−W)}]·A·log π, W = Π_t r_t. VESPO, 2602.10693."""
     options = {"k_pos": k_pos, "lam_pos": lam_pos, "k_neg": k_neg, "lam_neg": lam_neg}
-    _positive(**options)
+    positive(**options)
     return Objective(
         standardize,
         compose(product_token, functools.partial(gamma_weighted, **options), token_mean),
     )
 
 
-def dppo(*, delta: float = 0.15) -> Objective:
-    """1/Σ|o_i| Σ_i Σ_t −r·A outside of which |π − π_old| > δ drops the token. Qi et al. 2026
-    (DPPO-TV, 2602.04879).
+def dppo(*, delta: float = 0.15, bound: float = 20.0) -> Objective:
+    """1/Σ|o_i| Σ_i Σ_t −sg[min(r, bound)]·A·log π, dropped where A pushes |π − π_old| beyond δ. Qi
+    et al. 2026 (DPPO-TV, 2602.04879).
+
+    The ratio of a rare token is large long before its probability has moved by δ: the weight is
+    truncated, as in verl. `bound=inf` leaves −r·A.
     """
-    return tv_mask(Objective(standardize, compose(per_token, unclipped, token_mean)), delta=delta)
+    if number("bound", bound) != math.inf:
+        positive(bound=bound)
+    surrogate = functools.partial(truncated, bound=bound)
+    return tv_mask(Objective(standardize, compose(per_token, surrogate, token_mean)), delta=delta)
 
 
 def topr() -> Objective:
@@ -224,7 +212,7 @@ def kimi(*, tau: float = 1.0) -> Objective:
     """1/B Σ_i −A·log W + τ/2·(log W)², W = Π_t r_t, A = R − mean. Kimi k1.5 2025 (2501.12599), eq.
     3.
     """
-    _positive(tau=tau)
+    positive(tau=tau)
     return Objective(center, compose(product, functools.partial(mirror, tau=tau), sequence_mean))
 
 
@@ -246,7 +234,7 @@ def pass_at_k(*, k: int = 4, low: float = 0.2, high: float = 0.2) -> Objective:
     """GRPO's clip, the advantage of "at least one of k", token mean, no KL. Chen et al. 2025
     (2508.10751).
     """
-    _whole(k=k)
+    whole(k=k)
     advantage = functools.partial(pass_at_k_advantage, k=k)
     return Objective(advantage, compose(per_token, _clip(low, high), token_mean))
 
@@ -288,30 +276,26 @@ def rloo(*, low: float | None = None, high: float | None = None, beta: float = 0
         raise ValueError(
             f"rloo takes low and high together, or neither, got low={low}, high={high}."
         )
-    _not_negative(beta=beta)
+    not_negative(beta=beta)
     loss = (
         _sequence_reinforce() if low is None else compose(product, _clip(low, high), sequence_mean)
     )
     objective = Objective(leave_one_out, loss)
-    return kl_in_reward(objective, beta=beta) if _is_on(beta) else objective
+    return objective if is_off(beta) else kl_in_reward(objective, beta=beta)
 
 
-def _is_on(beta) -> bool:
-    return not (isinstance(beta, int | float) and beta == 0)
-
-
-def _token_returns(beta, *steps):
-    """Preparations that start from reward_T, with the KL inside it where β is on."""
-    penalty = (functools.partial(preparations.kl_penalty, beta=beta),) if _is_on(beta) else ()
-    return _after(*penalty, *steps)
+def _from_token_rewards(loss: Loss, beta, *steps) -> Objective:
+    """Advantages that `steps` make of reward_T, with the KL inside it unless β is 0."""
+    penalty = () if is_off(beta) else (functools.partial(preparations.kl_penalty, beta=beta),)
+    return with_steps(Objective(raw, loss), *penalty, *steps)
 
 
 def reinforce(*, gamma: float = 1.0, beta: float = 0.0) -> Objective:
     """1/B Σ_i Σ_t −G_t·log π, G_t = Σ_k γ^k r_{t+k}: the vanilla policy gradient. Williams 1992."""
-    _share(gamma=gamma)
-    _not_negative(beta=beta)
+    share(gamma=gamma)
+    not_negative(beta=beta)
     returns = functools.partial(preparations.reward_to_go, gamma=gamma)
-    return Objective(raw, _sequence_reinforce(), _token_returns(beta, returns))
+    return _from_token_rewards(_sequence_reinforce(), beta, returns)
 
 
 def reinforce_baseline(
@@ -320,9 +304,9 @@ def reinforce_baseline(
     """1/B Σ_i Σ_t −(G_t − V_t)·log π + value_coef·½(V − G)²: a critic as the baseline. Williams
     1992, §4.
     """
-    _positive(value_coef=value_coef)
+    positive(value_coef=value_coef)
     objective = reinforce(gamma=gamma, beta=beta)
-    objective = objective._replace(prepare=_after(objective.prepare, preparations.minus_value))
+    objective = then_prepare(objective, preparations.minus_value)
     return value_loss(objective, coef=value_coef, clip=None)
 
 
@@ -330,16 +314,18 @@ def reinforce_pp(*, low: float = 0.2, high: float = 0.2, beta: float = 0.01) -> 
     """PPO's clip with A_t = R − β Σ_{i≥t} k1_i, whitened over the batch's tokens. Hu 2025
     (2501.03262).
     """
-    _not_negative(beta=beta)
-    prepare = _token_returns(beta, preparations.reward_to_go, preparations.whiten_tokens)
-    return Objective(raw, compose(per_token, _clip(low, high), token_mean), prepare)
+    not_negative(beta=beta)
+    loss = compose(per_token, _clip(low, high), token_mean)
+    steps = (preparations.reward_to_go, preparations.whiten_tokens)
+    return _from_token_rewards(loss, beta, *steps)
 
 
 def reinforce_pp_baseline(*, low: float = 0.2, high: float = 0.2, beta: float = 0.01) -> Objective:
-    """PPO's clip + β k2, A = R − mean_group, whitened over the batch. Hu 2025 (2501.03262)."""
-    return Objective(
-        batch_whiten, compose(per_token, _clip(low, high), token_mean, divergence=k2, beta=beta)
-    )
+    """PPO's clip + β k2, A = R − mean_group, whitened over the batch's tokens. Hu 2025
+    (2501.03262).
+    """
+    loss = compose(per_token, _clip(low, high), token_mean, divergence=k2, beta=beta)
+    return Objective(center, loss, preparations.whiten_tokens)
 
 
 def ppo(
@@ -358,14 +344,14 @@ def ppo(
 
     For language models after Ouyang et al. 2022 (2203.02155): 1/Σ|o_i| Σ_i Σ_t.
     """
-    _share(gamma=gamma, lam=lam)
-    _not_negative(beta=beta, entropy_coef=entropy_coef)
-    _positive(value_coef=value_coef, **({} if value_clip is None else {"value_clip": value_clip}))
+    share(gamma=gamma, lam=lam)
+    not_negative(beta=beta, entropy_coef=entropy_coef)
+    positive(value_coef=value_coef, **({} if value_clip is None else {"value_clip": value_clip}))
     advantages = functools.partial(preparations.gae_advantages, gamma=gamma, lam=lam)
-    prepare = _token_returns(beta, advantages, preparations.whiten_tokens)
-    objective = Objective(raw, compose(per_token, _clip(low, high), token_mean), prepare)
+    loss = compose(per_token, _clip(low, high), token_mean)
+    objective = _from_token_rewards(loss, beta, advantages, preparations.whiten_tokens)
     objective = value_loss(objective, coef=value_coef, clip=value_clip)
-    return entropy_bonus(objective, coef=entropy_coef) if entropy_coef else objective
+    return objective if is_off(entropy_coef) else entropy_bonus(objective, coef=entropy_coef)
 
 
 PRESETS: dict[str, Callable[..., Objective]] = {

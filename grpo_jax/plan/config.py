@@ -48,7 +48,7 @@ class PlanConfig(TrainConfig):
 
 def mesh_over(topology: Topology) -> str:
     """The mesh where none is given: parameters are spread over all chips."""
-    return f"fsdp={topology.devices}"
+    return f"fsdp={topology.chips}"
 
 
 def defaults_for_slice(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,9 +73,7 @@ def defaults_for_slice(options: Mapping[str, Any]) -> dict[str, Any]:
 def check_mesh(sizes: Mapping[str, int], topology: Topology) -> None:
     """Raises an `OptionError` where a mesh does not take up a slice."""
     devices = math.prod(sizes.values())
-    if devices == topology.devices:
-        return
-    shown = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
-    each = f" of {topology.chip.devices} devices each" if topology.chip.devices > 1 else ""
-    has = f"{topology.name} has {topology.chips} chips{each}"
-    raise OptionError("mesh", f"of {shown} is {devices} devices, {has}")
+    if devices != topology.chips:
+        shown = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+        has = f"{topology.name} has {topology.chips} chips"
+        raise OptionError("mesh", f"of {shown} is {devices} devices, {has}")

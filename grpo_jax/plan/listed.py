@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.parallel.backends import Program
+from grpo_jax.parallel.programs import Program
 from grpo_jax.types import Rollout
 
 SAMPLE = ("sampler", "evaluation")  # the kinds of programs that sample

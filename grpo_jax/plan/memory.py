@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from grpo_jax.models import LanguageModel
-from grpo_jax.parallel.backends import Program, listed
+from grpo_jax.parallel.programs import Program, listed
 from grpo_jax.plan.listed import Listed
 from grpo_jax.training.stages import Stages
 from grpo_jax.types import Params, RunState, Weights

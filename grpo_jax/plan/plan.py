@@ -152,9 +152,8 @@ def devices_of(topology: Topology) -> list:
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    options = {} if topology.host is None else {"chips_per_host_bounds": topology.host}
     try:
-        found = topologies.get_topology_desc(platform="tpu", topology_name=topology.name, **options)
+        found = topologies.get_topology_desc(topology.name, "tpu", **topology.options)
     except jax.errors.JaxRuntimeError as error:
         first = str(error).splitlines()[0]
         raise ValueError(f"libtpu knows no topology {topology.name}: {first}") from error

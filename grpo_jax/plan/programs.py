@@ -29,7 +29,8 @@ from grpo_jax.inference.critic import policy_of, value_network
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models import DecoderConfig, decoder, remat_that_fits
 from grpo_jax.objectives import reads
-from grpo_jax.parallel.backends import Devices, Program, listed, sharded
+from grpo_jax.parallel.backends import Devices, sharded
+from grpo_jax.parallel.programs import Program, listed
 from grpo_jax.plan.config import PlanConfig
 from grpo_jax.plan.listed import SAMPLE, Listed, described
 from grpo_jax.plan.memory import (
@@ -54,7 +55,7 @@ from grpo_jax.training.stages import Stages, programs, prompt_width
 from grpo_jax.types import Params, Prompts, RunState
 
 # What a program is in a run, where its name does not say it.
-KINDS = {"generate": "sampler", "infer_logp": "logp"}
+KINDS = {"generate": "sampler", "infer_logp": "logp", "cast_matrices": "cast"}
 
 
 class Listing(NamedTuple):
@@ -90,7 +91,7 @@ def list_programs(config: PlanConfig, mesh: Mesh) -> Listing:
         found.append(described("layout", program, held.everything + copies))
     for kind, program in programs_by_kind(config, components, stages, state):
         found.append(described(kind, program, held.beside(kind, program)))
-    own = parse_topology(config.topology).own_bytes
+    own = parse_topology(config.topology).chip.own_bytes
     least = partial(sampling_bound, components.model, published.served, mesh.size, own)
     found = [one._replace(bound_bytes=least(one)) if one.kind in SAMPLE else one for one in found]
     return Listing(config, sum(x.size for x in jax.tree.leaves(policy)), found)

@@ -7,7 +7,7 @@ forecast.
 import math
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from grpo_jax.options import OptionError
 from grpo_jax.plan.hlo import Collective, Counts
@@ -19,14 +19,15 @@ GIB = 1024**3
 class Chip(NamedTuple):
     """One chip, by its data sheet.
 
-    `own_bytes` is memory on the chip itself, which programs use besides HBM. `link_bandwidth` is
-    bytes a second over one link in one direction; a chip has two links along each of `axes` axes of
-    the torus. `ring` is the length from which an axis closes to a ring. `name_cores` is the number
-    of TensorCores a chip counts for in names such as v5p-64. `devices` is the number of devices
-    that libtpu describes a chip as.
+    `reserved_bytes` of its memory are the runtime's, and `own_bytes` are memory on the chip itself,
+    which programs use besides HBM. `link_bandwidth` is bytes a second over one link in one
+    direction; a chip has two links along each of `axes` axes of the torus. `ring` is the length
+    from which an axis closes to a ring. `name_cores` is the number of TensorCores a chip counts for
+    in names such as v5p-64.
     """
 
     hbm_bytes: int
+    reserved_bytes: int
     own_bytes: int
     flops: float
     hbm_bandwidth: float
@@ -34,21 +35,19 @@ class Chip(NamedTuple):
     axes: int
     ring: int
     name_cores: int
-    devices: int = 1
 
 
 # docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e}: memory, peak bf16 FLOP/s, memory bandwidth,
 # bidirectional bandwidth of all a chip's links together (v4 600, v5e 400, v5p 1200, v6e 800 GB/s: 6
-# links on a 3D torus, 4 on a 2D one). Memory on the chip: jax.experimental.pallas.tpu.get_tpu_info;
-# a v4 has 128 MiB beside the 16 MiB of each core.
+# links on a 3D torus, 4 on a 2D one). What programs get of the memory: libtpu's messages where it
+# does not suffice (v4 30.75 GiB, v5e 15.75). Memory on the chip:
+# jax.experimental.pallas.tpu.get_tpu_info; a v4 has 128 MiB beside the 16 MiB of each core.
 CHIPS = {
-    "v4": Chip(32 * GIB, 160 * MIB, 275e12, 1.2e12, 600e9 / 12, 3, 4, 2, devices=2),
-    "v5e": Chip(16 * GIB, 128 * MIB, 197e12, 0.819e12, 400e9 / 8, 2, 16, 1),
-    "v5p": Chip(95 * GIB, 128 * MIB, 459e12, 2.765e12, 1200e9 / 12, 3, 4, 2),
-    "v6e": Chip(32 * GIB, 128 * MIB, 918e12, 1.64e12, 800e9 / 8, 2, 16, 1),
+    "v4": Chip(32 * GIB, 1280 * MIB, 160 * MIB, 275e12, 1.2e12, 600e9 / 12, 3, 4, 2),
+    "v5e": Chip(16 * GIB, 256 * MIB, 128 * MIB, 197e12, 0.819e12, 400e9 / 8, 2, 16, 1),
+    "v5p": Chip(95 * GIB, 256 * MIB, 128 * MIB, 459e12, 2.765e12, 1200e9 / 12, 3, 4, 2),
+    "v6e": Chip(32 * GIB, 768 * MIB, 128 * MIB, 918e12, 1.64e12, 800e9 / 8, 2, 16, 1),
 }
-# What the runtime keeps of a chip's memory for itself (v5e: programs get 15.75 of 16 GiB).
-RESERVED = 256 * MIB
 HOST = (2, 2, 1)  # chips of one host, of slices that are not smaller
 
 # The shapes of slices that Google offers, by their number of chips.
@@ -92,29 +91,25 @@ class Topology(NamedTuple):
         return math.prod(self.shape)
 
     @property
-    def devices(self) -> int:
-        return self.chips * self.chip.devices
-
-    @property
     def name(self) -> str:
         return f"{self.kind}:{'x'.join(map(str, self.shape))}"
 
     @property
     def usable_bytes(self) -> int:
-        """Memory that programs can have, of a device: a chip, or half of a v4's."""
-        return (self.chip.hbm_bytes - RESERVED) // self.chip.devices
+        """Memory of a chip that programs can have."""
+        return self.chip.hbm_bytes - self.chip.reserved_bytes
 
     @property
-    def own_bytes(self) -> int:
-        """Memory on the chip itself, of a device."""
-        return self.chip.own_bytes // self.chip.devices
+    def options(self) -> dict[str, Any]:
+        """What libtpu must be told besides the name.
 
-    @property
-    def host(self) -> tuple[int, ...] | None:
-        """The chips of one host along three axes, of a slice that is smaller; else None."""
+        The two cores of a v4 are one device, as they are when it is used; the chips of a host are
+        fewer in a slice that is smaller than one.
+        """
         sizes = (*self.shape, 1)[:3]
-        own = tuple(map(min, zip(sizes, HOST, strict=True)))
-        return None if own == HOST else own
+        host = tuple(map(min, zip(sizes, HOST, strict=True)))
+        found: dict[str, Any] = {} if host == HOST else {"chips_per_host_bounds": host}
+        return found | ({"chip_config_name": "megacore"} if self.kind == "v4" else {})
 
     def rings(self) -> tuple[bool, ...]:
         """Whether the ends of each axis are connected: full axes of v5e and v6e, whole cubes of v4
@@ -162,8 +157,7 @@ def larger(topology: Topology, chips: float) -> Topology | None:
 
 
 class Roofline(NamedTuple):
-    """Seconds on one chip: products and memory traffic, collectives, and both as far as they can
-    overlap.
+    """Seconds on one chip: products and memory traffic, and collectives.
 
     `busy_seconds` adds up, over all instructions, the longer of FLOPs at peak speed and bytes at
     full bandwidth. `seconds` is the longer of the two (everything overlaps); `collective_share`
@@ -184,12 +178,14 @@ class Roofline(NamedTuple):
 
 
 def roofline(counts: Counts, topology: Topology, coords: Sequence[tuple[int, ...]]) -> Roofline:
-    """The best time that a device can take for a program; `coords`: the places of all devices, in
-    partition order.
+    """The best time that a chip can take for a program.
+
+    `coords` are the places of all chips, in partition order.
     """
-    flops = topology.chip.flops / topology.chip.devices
-    bandwidth = topology.chip.hbm_bandwidth / topology.chip.devices
-    busy = sum(w.times * max(w.flops / flops, w.bytes / bandwidth) for w in counts.work)
+    chip = topology.chip
+    busy = sum(
+        w.times * max(w.flops / chip.flops, w.bytes / chip.hbm_bandwidth) for w in counts.work
+    )
     together = sum(c.times * collective_seconds(c, topology, coords) for c in counts.collectives)
     return Roofline(busy, together)
 
@@ -220,6 +216,4 @@ def collective_seconds(
         places = len({coords[member][axis] for member in group})
         if places > 1:
             links += 2 if ring and places == size and size > 2 else 1
-    # Cores of one chip share its memory: they exchange at its speed.
-    bandwidth = links * topology.chip.link_bandwidth if links else topology.chip.hbm_bandwidth
-    return wire_bytes(collective, len(group)) / bandwidth
+    return wire_bytes(collective, len(group)) / (links * topology.chip.link_bandwidth)

@@ -19,8 +19,9 @@ from rich.console import Console
 from grpo_jax.components import Components, build, on_host, stages_of
 from grpo_jax.config import TrainConfig, load_config
 from grpo_jax.inference.critic import policy_of, with_critic
-from grpo_jax.parallel.backends import SINGLE, Program, listed, sharded
+from grpo_jax.parallel.backends import SINGLE, sharded
 from grpo_jax.parallel.processes import is_main_process, run_and_gather
+from grpo_jax.parallel.programs import Program, listed
 from grpo_jax.parallel.sharding import make_mesh, mesh_sizes
 from grpo_jax.runs import checkpoint, folder, plots
 from grpo_jax.runs.cache import keep_programs

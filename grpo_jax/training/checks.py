@@ -64,7 +64,7 @@ def check_model(
 def check_float16(model: LanguageModel) -> None:
     """Raises an `OptionError` for a model that is kept or computed in float16."""
     dtype = str(getattr(model.config, "dtype", "float32"))
-    params = str(getattr(model.config, "param_dtype", dtype))
+    params = str(getattr(model.config, "stored_dtype", dtype))
     Precision(params, dtype).check_training()
 
 

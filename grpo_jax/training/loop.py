@@ -18,7 +18,8 @@ from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import AdaptiveObjective, Objective
 from grpo_jax.options import Batching, Generation, Scoring, Update, whole
-from grpo_jax.parallel.backends import SINGLE, Devices, Program, shapes_of
+from grpo_jax.parallel.backends import SINGLE, Devices
+from grpo_jax.parallel.programs import Program, shapes_of
 from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
 from grpo_jax.training.batch import GatheredScores, HostRollout

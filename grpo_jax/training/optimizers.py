@@ -107,7 +107,8 @@ def matrices(params) -> object:
     spared = ("norm", "bias", "scale")
 
     def decays(path: tuple, _) -> bool:
-        name = str(getattr(path[-1], "key", getattr(path[-1], "name", path[-1])))
+        last = path[-1] if path else ""  # parameters may be a single array
+        name = str(getattr(last, "key", getattr(last, "name", last)))
         return not name.endswith(spared)
 
     return jax.tree_util.tree_map_with_path(decays, params)

@@ -15,7 +15,7 @@ from grpo_jax.inference.text import encode
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective
-from grpo_jax.options import Batching, Generation, Update, check_cuts, whole
+from grpo_jax.options import OptionError, Update, whole
 from grpo_jax.parallel.backends import SINGLE, Devices
 from grpo_jax.tasks import Task
 from grpo_jax.training.checks import check_model, check_rows
@@ -71,7 +71,9 @@ def sft(
     whole("steps", steps, 0)
     whole("batch_size", batch_size, 1)
     check_rows(task)
-    check_cuts(Generation(), Update(), Batching(batch_size), devices.parts)
+    if batch_size % devices.parts:
+        spread = f"{devices.parts}, the parts that rows are spread over"
+        raise OptionError("batch_size", f"must be a multiple of {spread}; got {batch_size}")
     model = with_vocabulary(devices.for_training(model), tokenizer.vocab_size)
     chunk = logit_chunk_of(model, devices) if logit_chunk is None else logit_chunk
     update = Update(logit_chunk=chunk, old_logp="sampler")

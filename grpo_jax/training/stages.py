@@ -37,7 +37,8 @@ from grpo_jax.objectives import (
     reads_in_prepare,
 )
 from grpo_jax.options import Batching, Generation, OptionError, Scoring, Update, check_cuts, whole
-from grpo_jax.parallel.backends import SINGLE, Devices, Program, listed
+from grpo_jax.parallel.backends import SINGLE, Devices
+from grpo_jax.parallel.programs import Program, listed
 from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
 from grpo_jax.training.batch import (

@@ -22,9 +22,7 @@ def generation_of(group_size=4, max_new_tokens=10, decode_slots=None, compaction
 
 def sample(model, params, prompts, key=KEY, first_prompt=0, stop_ids=(), pad_id=0, **options):
     generation = generation_of(**options)
-    return generate(
-        model, params, prompts, key, first_prompt, generation=generation, stop_ids=stop_ids, pad_id=pad_id
-    )
+    return generate(model, params, prompts, key, first_prompt, generation=generation, stop_ids=stop_ids, pad_id=pad_id)
 
 
 def lowered(model, params, prompts, stop_ids=(), **options):

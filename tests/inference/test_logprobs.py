@@ -222,5 +222,5 @@ def test_a_drawn_token_stays_possible_on_the_edge_of_a_filter():
 
 
 def test_the_trainers_sampling_is_checked(tiny_model, tiny_params, prompts, completions):
-    with pytest.raises(OptionError, match="^min_p must be in"):
+    with pytest.raises(OptionError, match=r"^min_p must be in"):
         completion_logp(tiny_model, tiny_params, prompts, *completions, sampling=Sampling(min_p=1.5))

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from grpo_jax.models import DecoderConfig, decoder, hub, load_pretrained, save_pretrained
+from grpo_jax.options import OptionError, Precision
 from safetensors.numpy import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
@@ -101,7 +102,7 @@ def test_weights_keep_their_dtype_and_the_tied_head_is_left_out(tmp_path):
     assert {str(tensor.dtype) for tensor in tensors.values()} == {"bfloat16"}
     assert "lm_head.weight" not in tensors
     assert LlamaForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
-    _, loaded = load_pretrained(folder, dtype="bfloat16")
+    _, loaded = load_pretrained(folder, precision=Precision("bfloat16"))
     assert_equal_trees(loaded, params)
 
 
@@ -222,12 +223,12 @@ def test_bfloat16_files_are_read_exactly_and_dtype_is_obeyed(tmp_path):
     assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
     expected = np.stack([layer.mlp.down_proj.weight.detach().float().numpy().T for layer in peer.model.layers])
     np.testing.assert_array_equal(params["layers"]["down"], expected)
-    model, half = load_pretrained(tmp_path, dtype="bfloat16")
+    model, half = load_pretrained(tmp_path, precision=Precision("bfloat16"))
     assert model.config.dtype == "bfloat16"
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype("float32")), params, half)
-    with pytest.raises(ValueError, match="dtype must be"):
-        load_pretrained(tmp_path, dtype="int8")
+    with pytest.raises(OptionError, match="params must be one of .*, got 'int8'"):
+        load_pretrained(tmp_path, precision=Precision("int8"))
 
 
 def test_no_torch_and_no_transformers_are_imported(tmp_path):

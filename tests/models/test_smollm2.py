@@ -15,6 +15,7 @@ from gguf import GGUFReader
 from grpo_jax.inference.generate import generate
 from grpo_jax.inference.tokenizer import HFTokenizer, pad_prompts
 from grpo_jax.models import DecoderConfig, load_pretrained, save_pretrained
+from grpo_jax.options import Generation, Sampling
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -157,9 +158,7 @@ def test_greedy_chat_is_the_same_text_token_for_token(tokenizer, ours, peer):
         params,
         prompts,
         jax.random.key(0),
-        group_size=1,
-        max_new_tokens=40,
-        temperature=0.0,
+        generation=Generation(1, 40, Sampling(0.0)),
         stop_ids=tokenizer.stop_ids,
     )
     width = prompts.tokens_PS.shape[1]

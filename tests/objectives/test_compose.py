@@ -215,6 +215,7 @@ OTHER = {
     "k_neg": 1.0,
     "lam_neg": 1.0,
     "delta": 0.01,
+    "bound": 1.1,
     "tau": 3.0,
     "k": 1,
     "gamma": 0.5,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from grpo_jax.objectives import PRESETS
 
-from device_table import AHEAD, IDLE, LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, ROWS, RUNS, SAMPLED, WRONG
+from device_table import AHEAD, DROPPED, LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, ROWS, RUNS, SAMPLED, WRONG
 
 CLOSE = 1e-6
 HERE = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ HERE = Path(__file__).parents[1]
 def table():
     """The rows, by kind."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8", "PYTHONPATH": str(HERE)}
-    halves = ["update", "refused", "ahead"], ["moved", "gathering", "runs", "sampler", "wrong", "presets", "idle"]
+    halves = ["update", "refused", "ahead"], ["moved", "gathering", "runs", "sampler", "wrong", "presets", "dropped"]
     programs = [
         subprocess.Popen(
             [sys.executable, HERE / "device_table.py", *kinds], env=environment, cwd=HERE.parent,
@@ -85,17 +85,17 @@ def test_a_mean_of_means_fails_the_comparison(table, name):
         check(row)
 
 
-@pytest.mark.parametrize("layout", IDLE)
-def test_idle_groups_are_left_out_over_devices(table, layout):
+@pytest.mark.parametrize("layout", DROPPED)
+def test_groups_without_spread_are_left_out_over_devices(table, layout):
     """As many prompts stay as have a gradient, rounded up to whole devices; the update is that of all of them."""
-    (row,) = (row for row in table["idle"] if row["layout"] == layout)
-    assert (row["prompts"], row["of"]) == (IDLE[layout], 32)
+    (row,) = (row for row in table["dropped"] if row["layout"] == layout)
+    assert (row["prompts"], row["of"]) == (DROPPED[layout], 32)
     assert max(row["grads"], row["params"], row["metrics"]) <= CLOSE
 
 
 @pytest.mark.parametrize(("model", "layout", "decode"), SAMPLED)
 def test_sampled_tokens_are_identical(table, model, layout, decode):
-    """Law: the noise of a token depends on its prompt's and its sample's index; and `score` gives equal numbers."""
+    """Law: a token's noise depends on its prompt's and its sample's index; and `infer_logp` gives equal numbers."""
     (row,) = (
         row for row in table["sampler"] if (row["model"], row["layout"], row["decode"]) == (model, layout, decode)
     )
@@ -108,7 +108,7 @@ def test_sampled_tokens_are_identical(table, model, layout, decode):
 
 @pytest.mark.parametrize(("layout", "name"), RUNS)
 def test_whole_runs_of_unknown_models_are_equal(table, layout, name):
-    """Warm-up, training with reference, critic and entropy, evaluation: the same texts, metrics and parameters."""
+    """Supervised updates, training with reference and critic, evaluation: the same texts, metrics and parameters."""
     (row,) = (row for row in table["runs"] if (row["layout"], row["model"]) == (layout, name))
     assert row["same texts"]
     assert row["same evaluation"]
@@ -121,12 +121,11 @@ def test_whole_runs_of_unknown_models_are_equal(table, layout, name):
 
 def test_what_does_not_fit_is_refused(table):
     (row,) = table["refused"]
-    assert (
-        "prompts_per_step (6) must be a multiple of 4 devices: prompts are spread evenly over pmap over 4"
-        in row["prompts"]
-    )
-    assert "prompts_per_step (4) must be a multiple of 4 devices × 2 micro-batches" in row["cuts"]
-    assert "batch_size (6) must be a multiple of 4 devices" in row["warm-up"]
+    assert row["prompts"].startswith("prompts_per_step must be a multiple of 4, the parts that prompts are spread over")
+    assert row["prompts"].endswith("4 devices × 1 micro-batches (microbatches); got 6")
+    assert row["cuts"].startswith("prompts_per_step must be a multiple of 8")
+    assert row["cuts"].endswith("4 devices × 2 micro-batches (microbatches); got 4")
+    assert row["sft"] == "batch_size must be a multiple of 4, the parts that rows are spread over; got 6"
     assert "decode must be one of ('gather', 'split'), got 'splt'" in row["decode"]
     assert "needs 9 devices, there are 8" in row["devices"]
 

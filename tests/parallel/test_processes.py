@@ -17,10 +17,11 @@ from grpo_jax.runs.folder import read_lines
 HERE = Path(__file__).parents[1]
 # fmt: off
 OPTIONS = [
-    "--task", "letters", "--steps", "4", "--prompts", "4", "--group-size", "3", "--max-new-tokens", "6",
-    "--warm-up", "2", "--learning-rate", "0.05", "--lr-warmup", "2", "--schedule", "linear", "--seed", "4",
-    "--objective-args", "beta=0.1", "--ref-ema", "0.5", "--eval-rows", "5", "--eval-batch", "4", "--eval-every", "2",
-    "--save-every", "2", "--keep", "3", "--length-buckets", "1",
+    "--task", "letters", "--model", "bigram", "--steps", "4", "--prompts-per-step", "4", "--group-size", "3",
+    "--max-new-tokens", "6", "--sft-steps", "2", "--learning-rate", "0.05", "--lr-warmup", "2", "--schedule", "linear",
+    "--seed", "4", "--objective-args", "beta=0.1", "--ref-ema", "0.5", "--eval-rows", "5", "--eval-batch-size", "4",
+    "--eval-every", "2", "--save-every", "2", "--keep-checkpoints", "3", "--length-buckets", "1",
+    "--no-pack-tokens", "--no-drop-zero-variance", "--compactions", "0",
 ]
 # fmt: on
 # With two processes, process 1 scores 2 rows of an evaluation and 6 completions of an iteration: calls 1-2, 3-8, 9-14,

@@ -1,4 +1,4 @@
-"""Sharding rules and meshes; that they give equal numbers is in test_devices.py."""
+"""Sharding rules and meshes; that they give equal numbers is in test_backends.py."""
 
 import jax
 import jax.numpy as jnp

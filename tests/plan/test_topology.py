@@ -7,7 +7,6 @@ import pytest
 from grpo_jax.plan.hlo import Collective, Counts, Work
 from grpo_jax.plan.topology import (
     CHIPS,
-    RESERVED,
     SHAPES,
     collective_seconds,
     larger,
@@ -61,9 +60,16 @@ def test_shapes_have_the_size_they_are_listed_under():
 
 
 def test_memory_that_programs_can_have():
-    assert parse_topology("v5e-16").usable_bytes == 15.75 * 1024**3  # what XLA reports for this chip
-    assert parse_topology("v4-8").devices == 8  # libtpu describes a v4's two TensorCores as two devices
-    assert parse_topology("v4-8").usable_bytes == (CHIPS["v4"].hbm_bytes - RESERVED) // 2
+    """What XLA reports where a program does not fit these chips."""
+    assert parse_topology("v5e-16").usable_bytes == 15.75 * 1024**3
+    assert parse_topology("v4-8").usable_bytes == 30.75 * 1024**3
+    assert parse_topology("v6e-16").usable_bytes == 31.25 * 1024**3
+
+
+def test_what_libtpu_is_told_of_small_slices_and_of_v4():
+    assert parse_topology("v5e-16").options == {}
+    assert parse_topology("v5e-1").options == {"chips_per_host_bounds": (1, 1, 1)}
+    assert parse_topology("v4-8").options == {"chip_config_name": "megacore"}
 
 
 def test_larger_slices():

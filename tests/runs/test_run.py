@@ -128,8 +128,7 @@ def test_what_a_layer_keeps_is_chosen_by_memory(remat, prompts, expected):
     assert remat_of(config, model, params, 16, SINGLE) == expected
 
 
-@pytest.mark.parametrize("remat", ["layer", "dots", "none"])
-def test_the_model_keeps_what_was_chosen(remat):
+def test_the_model_keeps_what_was_chosen():
     """Its program is that of a model made so."""
     params = build(TrainConfig.of()).params
     tokens, mask = np.zeros((1, 2, 3), np.int32), np.ones((1, 2, 3), bool)
@@ -141,7 +140,8 @@ def test_the_model_keeps_what_was_chosen(remat):
 
     made = {name: program(decoder(tiny_config(259), remat=name, scan=False)) for name in ("layer", "dots", "none")}
     assert len(set(made.values())) == 3
-    assert program(build(TrainConfig.of(remat=remat)).model) == made[remat]
+    for remat in ("layer", "none"):
+        assert program(build(TrainConfig.of(remat=remat)).model) == made[remat]
 
 
 def test_room_for_training_is_half_of_what_the_state_leaves():
@@ -323,7 +323,7 @@ def test_a_run_is_never_overwritten(whole):
 def test_a_run_is_what_train_gives_for_its_options(tmp_path):
     """Law: every option that changes a number reaches it; the same tuples, spelled out for `train`, say the same."""
     config = small(
-        task="moody", task_args=("train_size=13",), steps=4, prompts_per_step=4, max_new_tokens=7, seed=11,
+        task="moody", task_args=("train_size=13",), steps=3, prompts_per_step=4, max_new_tokens=7, seed=11,
         temperature=0.9, top_k=200, top_p=0.95, min_p=1e-4, decode_slots=2, compactions=1, epochs=2, microbatches=2,
         group_microbatches=2, old_logp="first_epoch", logit_chunk=5, prompt_length=20, length_buckets=2,
         pack_tokens=True, drop_zero_variance=True, weights=(0.5,), on_error="skip", learning_rate=0.03,
@@ -335,9 +335,9 @@ def test_a_run_is_what_train_gives_for_its_options(tmp_path):
     iterations = train(
         model, model.init(jax.random.key(11)), moody_letters(train_size=13), ByteTokenizer(), grpo(beta=0.3, low=0.1),
         adamw(
-            0.03, total_updates=8, schedule="cosine", lr_warmup=3, weight_decay=0.2, clip_norm=0.1, moments="bfloat16"
+            0.03, total_updates=6, schedule="cosine", lr_warmup=3, weight_decay=0.2, clip_norm=0.1, moments="bfloat16"
         ),
-        steps=4, seed=11, generation=Generation(4, 7, Sampling(0.9, 200, 0.95, 1e-4), 2, 1),
+        steps=3, seed=11, generation=Generation(4, 7, Sampling(0.9, 200, 0.95, 1e-4), 2, 1),
         update=Update(2, 2, 2, "first_epoch", 5), batching=Batching(4, 20, 2, True, True),
         scoring=Scoring((0.5,), "skip"), max_staleness=1, update_reference=partial(every, interval=2),
     )  # fmt: skip
@@ -347,7 +347,7 @@ def test_a_run_is_what_train_gives_for_its_options(tmp_path):
     assert rows[-1]["kl"] > 0
     for row, (_, metrics) in zip(rows, iterations, strict=True):
         held_out = {name: row.pop(name) for name in list(row) if name.startswith("held_out")}
-        assert bool(held_out) == (row["step"] == 4)
+        assert bool(held_out) == (row["step"] == 3)
         metrics = {"step": metrics.pop("iteration")} | {
             name: value for name, value in metrics.items() if not name.startswith("seconds/")
         }

@@ -125,19 +125,16 @@ def plan(tmp_path, folder):
     )  # fmt: skip
 
 
-@pytest.fixture
-def workers(monkeypatch):
+class Workers:
     """Workers that answer at once; `started` says which, `answers` what instead of the usual result."""
 
-    class Workers:
-        started, answers = [], {}
+    def __init__(self):
+        self.started, self.answers = [], {}
 
-    Workers.started, Workers.answers = [], {}
-
-    def run_worker(python, spec, memory_limit, tell):
-        Workers.started.append(spec["contestant"])
+    def run(self, python, spec, memory_limit, tell):
+        self.started.append(spec["contestant"])
         tell({"stage": "step", "seconds": 1.0, "peak_rss_bytes": 1})
-        answer = Workers.answers.get(spec["contestant"], result())
+        answer = self.answers.get(spec["contestant"], result())
         if isinstance(answer, Exception):
             raise answer
         if spec["contestant"] == "machine_jax":
@@ -148,8 +145,13 @@ def workers(monkeypatch):
         path.write_text(json.dumps(answer))
         return answer
 
-    monkeypatch.setattr(driver, "run_worker", run_worker)
-    return Workers
+    def measure(self, plan):
+        return driver.measure(plan, silent, self.run)
+
+
+@pytest.fixture
+def workers():
+    return Workers()
 
 
 def silent(*_):
@@ -157,19 +159,19 @@ def silent(*_):
 
 
 def test_contestants_alternate_and_what_is_measured_is_not_measured_again(plan, workers):
-    results, rates, _ = driver.measure(plan, silent)
+    results, rates, _ = workers.measure(plan)
     assert workers.started == ["machine_jax", "grpo_jax", "trl"] * 2
     assert [len(found) for found in results["T1"].values()] == [2, 2]
     assert len(rates["machine_jax"]) == 2
     workers.started.clear()
-    assert driver.measure(plan, silent)[0] == results
+    assert workers.measure(plan)[0] == results
     assert workers.started == []
-    driver.measure(dataclasses.replace(plan, rounds=3), silent)
+    workers.measure(dataclasses.replace(plan, rounds=3))
     assert workers.started == ["machine_jax", "grpo_jax", "trl"]
     more = driver.specs(dataclasses.replace(plan, workloads=("T1", "T4"), rounds=1))
     assert [name for workload, name, _ in more if workload == "T4"] == ["grpo_jax", "trl"]
     with pytest.raises(ValueError, match="repeats 1, now 5: choose another --out"):
-        driver.measure(dataclasses.replace(plan, repeats=5), silent)
+        workers.measure(dataclasses.replace(plan, repeats=5))
 
 
 @pytest.mark.parametrize(
@@ -181,31 +183,30 @@ def test_contestants_alternate_and_what_is_measured_is_not_measured_again(plan, 
     ids=str,
 )
 def test_what_was_measured_otherwise_is_measured_again(plan, workers, changed, again):
-    driver.measure(plan, silent)
+    workers.measure(plan)
     workers.started.clear()
-    driver.measure(dataclasses.replace(plan, **changed), silent)
+    workers.measure(dataclasses.replace(plan, **changed))
     assert workers.started == again
 
 
-def test_another_batch_is_measured_again(plan, workers, monkeypatch):
-    driver.measure(plan, silent)
+def test_another_batch_is_measured_again(plan, workers):
+    workers.measure(plan)
     workers.started.clear()
-    monkeypatch.setitem(WORKLOADS, "T1", dataclasses.replace(WORKLOADS["T1"], seed=1))
-    driver.measure(plan, silent)
+    other = dataclasses.replace(WORKLOADS["T1"], seed=1)
+    workers.measure(dataclasses.replace(plan, sizes={"T1": other}))
     assert workers.started.count("grpo_jax") == 2
     with np.load(plan.out / "T1" / "inputs.npz") as found:
-        np.testing.assert_array_equal(found["tokens_PGT"], make_inputs(WORKLOADS["T1"], 512, STOP)["tokens_PGT"])
+        np.testing.assert_array_equal(found["tokens_PGT"], make_inputs(other, 512, STOP)["tokens_PGT"])
 
 
-def test_how_an_accelerator_attends_is_said_once_and_steps_are_still_compared(plan, workers, monkeypatch):
-    monkeypatch.setattr(driver, "accelerator", lambda: "gpu")
+def test_how_an_accelerator_attends_is_said_once_and_steps_are_still_compared(plan, workers):
     workers.answers["grpo_jax"] = workers.answers["trl"] = result(attention="einsums")
-    _, _, notes = driver.measure(plan, silent)
+    _, _, notes = workers.measure(dataclasses.replace(plan, platform="gpu"))
     assert notes.count("T1: grpo_jax attends by einsums in training") == 1  # of two rounds
     assert any(note.startswith("T1: first step of grpo_jax and trl differ") for note in notes)
 
 
-def test_a_process_that_misses_the_accelerator_ends(tmp_path, folder, monkeypatch):
+def test_a_process_that_misses_the_accelerator_ends(tmp_path, folder):
     """PyTorch or JAX without CUDA on a machine with a GPU: no figures of its processor beside those of the GPU."""
     inputs = tmp_path / "inputs.npz"
     np.savez(inputs, **make_inputs(WORKLOADS["T1"], 512, STOP))
@@ -218,16 +219,16 @@ def test_a_process_that_misses_the_accelerator_ends(tmp_path, folder, monkeypatc
 def test_a_wrong_loss_ends_the_run_before_more_is_measured(plan, workers):
     workers.answers["trl"] = result(loss=0.501)
     with pytest.raises(DisagreementError, match="T1: grpo_jax and trl"):
-        driver.measure(plan, silent)
+        workers.measure(plan)
     assert workers.started == ["machine_jax", "grpo_jax", "trl"]
     workers.answers.clear()
     with pytest.raises(DisagreementError):  # what lies in the folder is judged too
-        driver.measure(plan, silent)
+        workers.measure(plan)
 
 
 def test_a_peer_that_fails_is_left_out_and_said_so(plan, workers):
     workers.answers["trl"] = WorkerError("trl ended with code 1: no such thing")
-    results, _, notes = driver.measure(plan, silent)
+    results, _, notes = workers.measure(plan)
     assert workers.started.count("trl") == 1
     assert "no such thing" in notes[0]
     report = Report(
@@ -236,12 +237,13 @@ def test_a_peer_that_fails_is_left_out_and_said_so(plan, workers):
     assert list(report.rows["T1"]) == ["grpo_jax"]
     workers.answers = {"grpo_jax": WorkerError("broken")}
     with pytest.raises(WorkerError, match="broken"):
-        driver.measure(dataclasses.replace(plan, rounds=3), silent)
+        workers.measure(dataclasses.replace(plan, rounds=3))
 
 
 def worker_spec(tmp_path, **changed):
     spec = {"contestant": "machine_jax", "result": str(tmp_path / "x.0.json"), "dtype": "float32", "matrix": 8}
-    return spec | {"copy_bytes": 64, "workload": dataclasses.asdict(WORKLOADS["T1"])} | changed
+    work = dataclasses.asdict(WORKLOADS["T1"])
+    return spec | {"copy_bytes": 64, "workload": work, "platform": "cpu"} | changed
 
 
 def test_a_process_that_takes_too_much_memory_is_ended(tmp_path):
@@ -318,24 +320,23 @@ def test_json_tables_and_ratios():
 )
 def test_bad_options_are_refused(option, message, tmp_path):
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        program.make_plan(program.Options(out=str(tmp_path), **({"shape": "tiny", "peers": ""} | option)))
+        program.make_plan(program.Options(out=str(tmp_path), **({"shape": "tiny", "peers": ""} | option)), "cpu")
 
 
-def test_a_peer_that_is_not_installed_is_left_out_and_said_so(folder, tmp_path, monkeypatch):
+def test_a_peer_that_is_not_installed_is_left_out_and_said_so(folder, tmp_path):
     options = program.Options(
         peers="tunix", tunix_python=str(tmp_path / "none"), weights=str(folder), shape="tiny", out=str(tmp_path)
     )
-    plan, versions, notes = program.make_plan(options)
+    plan, versions, notes = program.make_plan(options, "cpu")
     assert plan.contestants == ("machine_jax", "grpo_jax", "grpo_jax_layer")
-    monkeypatch.setattr(driver, "accelerator", lambda: "gpu")
-    plan, _, _ = program.make_plan(options)
+    plan, _, _ = program.make_plan(options, "gpu")
     assert (plan.contestants, plan.dtype, plan.rounds, plan.repeats) == (("machine_jax", "grpo_jax"), "bfloat16", 1, 5)
     assert "jax" in versions
     assert any("tunix is left out" in note for note in notes)
 
 
 def test_progress_is_told_without_a_terminal(plan, workers, capsys):
-    program.measure(plan, Console(width=100))
+    program.measure(plan, Console(width=100), workers.run)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("benchmark 0/6  T1 round 1 machine_jax: step 1 s")
     assert lines[-1].startswith("benchmark 6/6")
@@ -344,7 +345,7 @@ def test_progress_is_told_without_a_terminal(plan, workers, capsys):
 # --- contestants --------------------------------------------------------------------------------------------------
 
 
-def measure(folder, contestant: str, workload: str):
+def measure(folder, contestant: str, workload: str, **options):
     """What a contestant makes of a workload of the tiny shape, in this process."""
     settings = {
         "contestant": contestant, "folder": str(folder), "workload": dataclasses.asdict(WORKLOADS[workload]),
@@ -353,7 +354,7 @@ def measure(folder, contestant: str, workload: str):
     spec = worker.spec_of(settings)
     inputs = make_inputs(spec.workload, 512, STOP)
     module = importlib.import_module(f"experiments.benchmark.{worker.MODULES[worker.family(contestant)]}")
-    found, arrays = worker.measure(module.build(spec, inputs), spec, inputs)
+    found, arrays = worker.measure(module.build(spec, inputs, **options), spec, inputs)
     return found, {name: found[name] for name in ("loss", "grad_norm")} | arrays
 
 
@@ -383,11 +384,8 @@ def test_peers_generate_with_a_cache_of_fixed_shape_on_gpus(folder, monkeypatch,
     from experiments.benchmark import torch_parts
     from transformers.generation import GenerationMixin
 
-    assert torch_parts.generation_cache() == {}
-    monkeypatch.setattr(torch_parts, "device", lambda: "cuda")
-    options, made = torch_parts.generation_cache(), []
-    monkeypatch.undo()
-    monkeypatch.setattr(f"experiments.benchmark.with_{peer}.generation_cache", lambda: options)
+    assert torch_parts.generation_cache("cpu") == {}
+    cache, made = torch_parts.generation_cache("cuda"), []
     prepare = GenerationMixin._prepare_static_cache
     monkeypatch.setattr(
         GenerationMixin, "_prepare_static_cache", lambda *args, **given: made.append(1) or prepare(*args, **given)
@@ -396,7 +394,7 @@ def test_peers_generate_with_a_cache_of_fixed_shape_on_gpus(folder, monkeypatch,
     monkeypatch.setattr(
         GenerationMixin, "_valid_auto_compile_criteria", lambda *args: compiled.append(not args[2].disable_compile)
     )
-    measure(folder, peer, "T4")  # which raises where the lengths are not those of the workload
+    measure(folder, peer, "T4", cache=cache)  # which raises where the lengths are not those of the workload
     assert len(made) == 2
     assert compiled == [True, True]
 
@@ -421,13 +419,15 @@ def test_forced_lengths_leave_the_other_tokens_to_the_model(folder):
     from experiments.benchmark.with_grpo_jax import force_lengths
     from grpo_jax.inference.generate import generate
     from grpo_jax.models import load_pretrained
+    from grpo_jax.options import Generation
     from grpo_jax.types import Prompts
 
     model, params = load_pretrained(folder)
     lengths = np.array([[2, 6, 4], [5, 3, 6]])
     prompts = Prompts(np.arange(10, 18, dtype=np.int32).reshape(2, 4), np.ones((2, 4), bool))
     forced = force_lengths(model, lengths, STOP)
-    rollout = generate(forced, params, prompts, jax.random.key(0), group_size=3, max_new_tokens=6, stop_ids=(STOP,))
+    options = {"generation": Generation(3, 6), "stop_ids": (STOP,)}
+    rollout = generate(forced, params, prompts, jax.random.key(0), **options)
     np.testing.assert_array_equal(np.asarray(rollout.mask_PGT).sum(-1), lengths)
     assert np.asarray(rollout.stopped_PG).all()
     tokens = np.asarray(rollout.tokens_PGT)

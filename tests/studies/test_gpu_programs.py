@@ -30,15 +30,12 @@ def test_programs_have_the_shapes_of_the_workload(workload, trained):
     assert sampler.out.tokens_PGT.shape == (work.prompts, work.group_size, work.max_new_tokens)
 
 
-def test_without_the_plugin_it_says_how_to_get_it(monkeypatch):
-    from jax._src.cudnn import fused_attention_stablehlo
-
+def test_without_the_plugin_it_says_how_to_get_it():
     def ask():
         raise RuntimeError("cuDNN is not detected.")
 
-    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", ask)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "jax\[cuda13\]"'):
-        described_gpu()
+        described_gpu(ask)
 
 
 @plugin

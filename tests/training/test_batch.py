@@ -86,8 +86,8 @@ def test_the_stop_token_leaves_the_text_only_where_it_stopped():
 def test_trim_cuts_padding_to_the_next_bucket(longest, buckets, size):
     rollout = rollout_of([[b"a", b"x" * longest]])
     out = trim(rollout, buckets)
-    for whole, cut in zip(rollout[1:4], out[1:4], strict=True):
-        np.testing.assert_array_equal(cut, whole[..., :size])
+    for whole, part in zip(rollout[1:4], out[1:4], strict=True):
+        np.testing.assert_array_equal(part, whole[..., :size])
     assert out.mask_PGT.sum() == rollout.mask_PGT.sum()
     assert out.prompts is rollout.prompts
 

@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from conftest import TINY
-
 from grpo_jax import Prompts, adamw, assemble, generate, grpo, init_state, make_train_step
 from grpo_jax.inference.logprobs import completion_logp, completion_scores
 from grpo_jax.models import decoder
@@ -14,6 +12,8 @@ from grpo_jax.models.precision import MASTERS, cast, cast_with_masters
 from grpo_jax.objectives import ema
 from grpo_jax.options import Generation, OptionError, Precision, Update
 from grpo_jax.training.batch import infer_logp
+
+from conftest import TINY
 
 P, G, T = 2, 4, 8
 CONFIG = TINY

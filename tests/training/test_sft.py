@@ -1,4 +1,4 @@
-"""The supervised start: what it teaches, what its loss is, and that it leaves everything else alone."""
+"""Supervised fine-tuning before GRPO: what it teaches, what its loss is, and that it leaves everything else alone."""
 
 import chex
 import jax
@@ -10,11 +10,11 @@ from grpo_jax.inference.logprobs import completion_logp
 from grpo_jax.inference.text import encode
 from grpo_jax.inference.tokenizer import ByteTokenizer
 from grpo_jax.objectives import grpo
-from grpo_jax.runs.checkpoint import RunState
-from grpo_jax.training.loop import rows_of, train
+from grpo_jax.options import Batching, Generation, OptionError
+from grpo_jax.training.loop import train
 from grpo_jax.training.optimizers import adamw
-from grpo_jax.training.sft import warm_up
-from grpo_jax.training.train_step import init_state
+from grpo_jax.training.sft import SUPERVISED, sft, target_ids
+from grpo_jax.training.stages import make_stages, row_indices
 
 from toy import bigram, compilations, letters
 
@@ -28,39 +28,39 @@ def params():
 
 
 @pytest.fixture(scope="module")
-def warmed(params):
-    optimizer = adamw(0.1, total_updates=20)
+def tuned(params):
+    optimizer = adamw(0.1)
     return [
         (jax.tree.map(jnp.copy, state), metrics)
-        for state, metrics in warm_up(
+        for state, metrics in sft(
             MODEL, params, TASK, BYTES, optimizer, steps=20, batch_size=6, seed=5, prompt_length=16
         )
     ]
 
 
-def test_warm_up_teaches_the_targets(warmed):
-    losses = [float(metrics["loss"]) for _, metrics in warmed]
-    assert [metrics["iteration"] for _, metrics in warmed] == list(range(1, 21))
-    assert [int(state.step) for state, _ in warmed] == list(range(1, 21))
+def test_sft_teaches_the_targets(tuned):
+    losses = [float(metrics["loss"]) for _, metrics in tuned]
+    assert [metrics["iteration"] for _, metrics in tuned] == list(range(1, 21))
+    assert [int(state.step) for state, _ in tuned] == list(range(1, 21))
     assert losses[-1] < 0.2 * losses[0]
 
 
-def test_the_first_loss_of_warm_up_is_the_cross_entropy_of_the_targets(warmed, params):
+def test_the_first_loss_is_the_cross_entropy_of_the_targets(tuned, params):
     """−mean log π over the target's tokens, the stop token among them, computed one row at a time."""
     total, count = 0.0, 0
-    for row in rows_of(0, TASK.train, 6, 5):
+    for row in (TASK.train[i] for i in row_indices(0, 6, len(TASK.train), 5)):
         ids = [*BYTES.encode(TASK.target(row)), BYTES.stop_ids[0]]
         prompts = encode(BYTES, TASK.prompt, [row])
         tokens = jnp.array(ids)[None, None]
         total += completion_logp(MODEL, params, prompts, tokens, jnp.ones(tokens.shape, bool)).sum()
         count += len(ids)
-    assert float(warmed[0][1]["loss"]) == pytest.approx(-float(total) / count, rel=1e-5)
+    assert float(tuned[0][1]["loss"]) == pytest.approx(-float(total) / count, rel=1e-5)
 
 
 def test_targets_of_different_lengths_count_by_their_tokens(params):
     """A long target has as much weight as its tokens; padding has none."""
     task = TASK._replace(train=TASK.train[:2], target=lambda row: "a" * (1 if row is TASK.train[0] else 9))
-    _, metrics = next(warm_up(MODEL, params, task, BYTES, STILL, steps=1, batch_size=2, prompt_length=16))
+    _, metrics = next(sft(MODEL, params, task, BYTES, STILL, steps=1, batch_size=2, prompt_length=16))
     total = 0.0
     for row in task.train:
         tokens = jnp.array([*BYTES.encode(task.target(row)), BYTES.stop_ids[0]])[None, None]
@@ -69,38 +69,49 @@ def test_targets_of_different_lengths_count_by_their_tokens(params):
     assert float(metrics["loss"]) == pytest.approx(-float(total) / 12, rel=1e-5)
 
 
-def test_warm_up_compiles_one_step_and_leaves_the_callers_parameters(params):
+def test_sft_compiles_one_step_and_leaves_the_callers_parameters(params):
     before = jax.tree.map(np.array, params)
     with compilations() as compiled:
-        list(warm_up(MODEL, params, TASK, BYTES, SGD, steps=3, batch_size=4, seed=1))
+        list(sft(MODEL, params, TASK, BYTES, SGD, steps=3, batch_size=4, seed=1))
     assert compiled.count("step") == 1
     chex.assert_trees_all_equal(params, before)
 
 
-def test_warm_up_options(params):
+def test_sft_options(params):
     def go(**options):
         defaults = {"steps": 1, "batch_size": 6, "seed": 5, "prompt_length": 16}
-        return list(warm_up(MODEL, params, TASK, BYTES, SGD, **defaults | options))
+        return list(sft(MODEL, params, TASK, BYTES, SGD, **defaults | options))
 
     base = float(go()[0][1]["loss"])
     assert float(go(seed=6)[0][1]["loss"]) != base
     assert float(go(batch_size=5)[0][1]["loss"]) != base
-    assert float(go(chunk=3)[0][1]["loss"]) == pytest.approx(base, rel=1e-5)
+    assert float(go(logit_chunk=3)[0][1]["loss"]) == pytest.approx(base, rel=1e-5)
     assert go(steps=0) == []
     with pytest.raises(ValueError, match="tokens, more than the 2 allowed"):
         go(prompt_length=2)
-    with pytest.raises(ValueError, match="steps must be at least 0 and batch_size at least 1, got -1 and 6"):
-        go(steps=-1)
+    wrong = {
+        "steps": (-1, "steps must be an integer of at least 0, got -1"),
+        "batch_size": (0, "batch_size must be an integer of at least 1, got 0"),
+        "seed": (-1, "seed must be an integer of at least 0, got -1"),
+        "logit_chunk": (0, "logit_chunk must be an integer of at least 1, or None, got 0"),
+    }
+    for name, (value, message) in wrong.items():
+        with pytest.raises(OptionError, match=f"^{message}"):
+            go(**{name: value})
+    with pytest.raises(ValueError, match="task 'letters' has no training rows"):
+        list(sft(MODEL, params, TASK._replace(train=[]), BYTES, SGD, steps=1))
 
 
-def test_training_from_a_warm_start_counts_from_zero(warmed, params):
-    """The warm-up's optimiser and its updates are no part of the run that follows."""
-    start = RunState(init_state(jax.tree.map(jnp.copy, warmed[-1][0].params), SGD), jax.random.key(1))
-    saved, metrics = next(
-        train(
-            MODEL, params, TASK, BYTES, grpo(beta=0.0), SGD, steps=6, prompts_per_step=3, group_size=4,
-            max_new_tokens=8, seed=5, prompt_length=16, saved=start,
-        )
-    )  # fmt: skip
-    assert (metrics["iteration"], int(saved.state.step)) == (1, 1)
-    assert {c["completion"] for c in metrics["completions"]} & {"aaa", "bbb", "ccc"}
+def test_a_target_ends_with_the_stop_token():
+    assert target_ids(TASK, BYTES, TASK.train[0]) == [*BYTES.encode(TASK.target(TASK.train[0])), BYTES.stop_ids[0]]
+    assert SUPERVISED.prepare is None
+
+
+def test_training_after_sft_counts_from_zero(tuned):
+    """Its optimiser and its updates are no part of the run that follows."""
+    sizes = {"generation": Generation(4, 8), "batching": Batching(3, 16), "seed": 5}
+    objective = grpo(beta=0.0)
+    start = make_stages(MODEL, TASK, BYTES, objective, SGD, **sizes).start(tuned[-1][0].params)
+    state, metrics = next(train(MODEL, tuned[0][0].params, TASK, BYTES, objective, SGD, steps=6, state=start, **sizes))
+    assert (metrics["iteration"], int(state.train.step)) == (1, 1)
+    assert {row["completion"] for row in metrics["completions"]} & {"aaa", "bbb", "ccc"}

@@ -23,7 +23,8 @@ from grpo_jax.objectives import (
 )
 from grpo_jax.objectives.preparations import high_entropy
 from grpo_jax.options import Batching, Generation, OptionError, Sampling, Scoring, Update
-from grpo_jax.parallel.backends import SINGLE, listed, shapes_of
+from grpo_jax.parallel.backends import SINGLE
+from grpo_jax.parallel.programs import listed, shapes_of
 from grpo_jax.rewards import RewardError
 from grpo_jax.training.batch import HostRollout, assemble, cut, infer_logp, rollout_shapes
 from grpo_jax.training.checks import SamplerMismatchError
@@ -33,8 +34,6 @@ from grpo_jax.training.train_step import init_state, make_train_step
 from grpo_jax.types import Weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from toy import ascii_share, compilations
 from toy_run import (
     ADAMW,
     BATCHING,
@@ -54,6 +53,8 @@ from toy_run import (
     params,
     stages_of,
 )
+
+from toy import ascii_share, compilations
 
 
 @pytest.fixture(scope="module")
@@ -386,7 +387,7 @@ def test_rewards_are_weighed(short):
         np.testing.assert_array_equal(scores.reward_PGN, np.stack([count, np.full_like(count, 2)], -1))
         assert scores.names == ("length", "two")
         assert scores.weights == ((1.0, 1.0) if weights is None else weights)
-    with pytest.raises(OptionError, match="^weights must be 2 finite weights, one for each reward function"):
+    with pytest.raises(OptionError, match=r"^weights must be 2 finite weights, one for each reward function"):
         stages_of(task=task, scoring=Scoring((1,)))
 
 

@@ -205,7 +205,7 @@ def test_fresh_prompts_have_their_own_old_policy_and_older_ones_the_samplers(tin
     parts, part_metrics = updated(data, microbatches=2, group_microbatches=2)
     chex.assert_trees_all_close((parts, part_metrics), (auto, metrics), atol=1e-5, rtol=1e-5)
     for other in ("sampler", "first_epoch"):
-        moved, other_metrics = updated(data, old_logp=other)
+        _, other_metrics = updated(data, old_logp=other)
         assert abs(float(other_metrics["ratio"] - metrics["ratio"])) > 0.1, other
         np.testing.assert_allclose(other_metrics["sampler_logp_diff"], 0.5, rtol=1e-5)
 
