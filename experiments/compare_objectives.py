@@ -56,7 +56,8 @@ from grpo_jax.rewards import number_reward
 from grpo_jax.runs import folder as run_folder
 from grpo_jax.runs import run, terminal
 from grpo_jax.tasks import Task
-from grpo_jax.training.loop import iterate, programs_of
+from grpo_jax.training.loop import iterate
+from grpo_jax.training.programs import programs_of
 from grpo_jax.training.stages import Stages
 from grpo_jax.types import Params, RunState
 

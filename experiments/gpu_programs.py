@@ -45,7 +45,8 @@ from grpo_jax.parallel.sharding import make_mesh
 from grpo_jax.plan.programs import on_shapes, state_shapes
 from grpo_jax.training.batch import rollout_shapes
 from grpo_jax.training.optimizers import adamw
-from grpo_jax.training.stages import make_stages, programs
+from grpo_jax.training.programs import programs
+from grpo_jax.training.stages import make_stages
 
 # NVIDIA's data sheet of the H200 and CUDA's limits of compute capability 9.0, as XLA's
 # `GpuTargetConfigProto`.

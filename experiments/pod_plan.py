@@ -1,5 +1,4 @@
-"""Plans for pods, compiled and not run: which mesh fits three sizes of Qwen, and what more chips
-cost.
+"""Plans for pods, compiled and not run: which mesh fits three sizes of Qwen, what more chips cost.
 
 python -m experiments.pod_plan --out FOLDER [--only NAME …]
 
@@ -13,34 +12,52 @@ import importlib.metadata
 import json
 import platform
 from pathlib import Path
+from typing import Any
 
 import jax
 import tyro
 from rich.console import Console
 
-from grpo_jax.plan.plan import PlanConfig, make_plan
+from grpo_jax.plan.config import PlanConfig
+from grpo_jax.plan.plan import make_plan
 from grpo_jax.plan.report import figures, show
 
 GIB = 1024**3
-# Group 8, prompts of 512 tokens, completions of 1024: the defaults of a plan.
+# Group 8, prompts of 512 tokens, completions of 1024, and one program of each kind: its largest.
+COMMON = {
+    "group_size": 8,
+    "prompt_length": 512,
+    "max_new_tokens": 1024,
+    "length_buckets": 1,
+    "pack_tokens": False,
+    "drop_zero_variance": False,
+    "compactions": 0,
+    "remat": "layer",
+}
+NARROW = {"param_dtype": "bfloat16", "moment_dtype": "bfloat16"}
+KINDS = ("layout", "sampler", "step")  # that are compiled
+
+
+def plan_of(size: str, topology: str, **options: Any) -> PlanConfig:
+    """The plan of a size of Qwen 2.5 on a slice."""
+    return PlanConfig.of(model=f"qwen2.5-{size}", topology=topology, **COMMON | options)
+
+
 FITTING = {
-    "1.5b-v5e-16": PlanConfig("v5e-16", "qwen2.5-1.5b"),
-    "1.5b-v5e-64": PlanConfig("v5e-64", "qwen2.5-1.5b"),
-    "1.5b-v5p-64": PlanConfig("v5p-64", "qwen2.5-1.5b"),
-    "7b-v5e-16": PlanConfig("v5e-16", "qwen2.5-7b", mesh="fsdp=4,tensor=4", dtype="bfloat16"),
-    "7b-v5e-64": PlanConfig("v5e-64", "qwen2.5-7b", mesh="fsdp=16,tensor=4"),
-    "7b-v5p-64": PlanConfig("v5p-64", "qwen2.5-7b"),
-    "32b-v5e-16": PlanConfig("v5e-16", "qwen2.5-32b", mesh="fsdp=2,tensor=8", dtype="bfloat16"),
-    "32b-v5e-64": PlanConfig(
-        "v5e-64", "qwen2.5-32b", mesh="fsdp=8,tensor=8", dtype="bfloat16", decode_weights="split"
+    "1.5b-v5e-16": plan_of("1.5b", "v5e-16"),
+    "1.5b-v5e-64": plan_of("1.5b", "v5e-64"),
+    "1.5b-v5p-64": plan_of("1.5b", "v5p-64"),
+    "7b-v5e-16": plan_of("7b", "v5e-16", mesh="fsdp=4,tensor=4", **NARROW),
+    "7b-v5e-64": plan_of("7b", "v5e-64", mesh="fsdp=16,tensor=4"),
+    "7b-v5p-64": plan_of("7b", "v5p-64"),
+    "32b-v5e-16": plan_of("32b", "v5e-16", mesh="fsdp=2,tensor=8", **NARROW),
+    "32b-v5e-64": plan_of(
+        "32b", "v5e-64", mesh="fsdp=8,tensor=8", decode_weights="split", **NARROW
     ),
-    "32b-v5p-64": PlanConfig("v5p-64", "qwen2.5-32b", mesh="fsdp=8,tensor=4"),
+    "32b-v5p-64": plan_of("32b", "v5p-64", mesh="fsdp=8,tensor=4"),
 }
 # One prompt a chip, parameters over all chips: the train step alone.
-SCALING = {
-    f"scaling-{n}": PlanConfig(f"v5e-{n}", "qwen2.5-1.5b", dtype="bfloat16")
-    for n in (8, 16, 32, 64, 128, 256)
-}
+SCALING = {f"scaling-{n}": plan_of("1.5b", f"v5e-{n}", **NARROW) for n in (8, 16, 32, 64, 128, 256)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,9 +82,8 @@ def run(arguments: Arguments) -> None:
         if path.exists() or (arguments.only and name not in arguments.only):
             continue
         console.rule(name)
-        made = make_plan(
-            config, only=("step",) if name in SCALING else None, on_program=console.print
-        )
+        kinds = ("step",) if name in SCALING else KINDS
+        made = make_plan(config, only=kinds, on_program=console.print)
         show(made, console)
         path.write_text(json.dumps(figures(made), indent=1) + "\n")
     known = {
@@ -95,8 +111,8 @@ def tables(known: dict[str, dict]) -> str:
                     fitting,
                 ),
                 table(
-                    "chips|memory a chip: state|temporaries|TFLOP a chip|GB a chip by collectives|busy|collectives"
-                    "|share of collectives|compiled in",
+                    "chips|memory a chip: state|temporaries|TFLOP a chip|GB a chip by collectives"
+                    "|busy|collectives|share of collectives|compiled in",
                     scaling,
                 ),
             ]
@@ -110,15 +126,21 @@ def table(head: str, rows: list[str]) -> str:
     return "\n".join(f"| {' | '.join(cells.split('|'))} |" for cells in (head, rule, *rows))
 
 
+def compiled_kinds(plan: dict) -> dict[str, dict]:
+    """The figures of the compiled programs, by their kind."""
+    return {one["kind"]: one["compiled"] for one in plan["programs"] if one["compiled"]}
+
+
 def fitting_row(plan: dict) -> str:
-    step = plan["programs"]["step"]
-    sampler = plan["programs"]["sampler"]
+    compiled = compiled_kinds(plan)
+    step = compiled["step"]
+    sampler = compiled["sampler"]
     gib = lambda *sizes: " + ".join(f"{size / GIB:.1f}" for size in sizes)
     seconds = lambda program, key: "–" if program[key] is None else f"{program[key]:.2f} s"
-    most = max(program["needed_bytes"] for program in plan["programs"].values())
+    most = max(program["needed_bytes"] for program in compiled.values())
     return "|".join(
         [
-            f"{plan['model'].removeprefix('qwen2.5-').upper()}, {plan['dtype']}",
+            f"{plan['model'].removeprefix('qwen2.5-').upper()}, {plan['param_dtype']}",
             f"{plan['topology']}, {plan['chips']} chips",
             " × ".join(f"{axis} {size}" for axis, size in plan["mesh"].items() if size > 1),
             str(plan["prompts"]),
@@ -136,7 +158,7 @@ def fitting_row(plan: dict) -> str:
 
 
 def scaling_row(plan: dict) -> str:
-    step = plan["programs"]["step"]
+    step = compiled_kinds(plan)["step"]
     moved = sum(one["bytes"] for one in step["collectives"])
     return "|".join(
         [

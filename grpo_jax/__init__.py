@@ -34,7 +34,15 @@ from grpo_jax.objectives import (
     standardize,
     token_mean,
 )
-from grpo_jax.options import Batching, Generation, OptionError, Sampling, Scoring, Update
+from grpo_jax.options import (
+    Batching,
+    Generation,
+    OptionError,
+    Precision,
+    Sampling,
+    Scoring,
+    Update,
+)
 from grpo_jax.parallel.backends import SINGLE, pmapped, sharded
 from grpo_jax.parallel.sharding import make_mesh
 from grpo_jax.runs.cache import keep_programs
@@ -44,8 +52,9 @@ from grpo_jax.training.batch import assemble
 from grpo_jax.training.evaluate import evaluate
 from grpo_jax.training.loop import collect, iterate, train
 from grpo_jax.training.optimizers import adamw
+from grpo_jax.training.programs import programs
 from grpo_jax.training.sft import sft
-from grpo_jax.training.stages import Stages, make_stages, programs
+from grpo_jax.training.stages import Stages, make_stages
 from grpo_jax.training.train_step import init_state, make_train_step
 from grpo_jax.types import Batch, Mean, Prompts, Rollout, RunState, Sample, TrainState, Weights
 
@@ -62,6 +71,7 @@ __all__ = [
     "Mean",
     "Objective",
     "OptionError",
+    "Precision",
     "Prompts",
     "Rollout",
     "RunState",

@@ -19,7 +19,8 @@ from grpo_jax.parallel.sharding import make_mesh, mesh_sizes
 from grpo_jax.tasks import TASKS, Task
 from grpo_jax.training.checks import check_positions
 from grpo_jax.training.optimizers import adamw
-from grpo_jax.training.stages import Stages, make_stages, prompt_width
+from grpo_jax.training.rows import prompt_width
+from grpo_jax.training.stages import Stages, make_stages
 from grpo_jax.types import Params
 
 

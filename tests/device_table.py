@@ -32,7 +32,7 @@ from grpo_jax.training.evaluate import evaluate
 from grpo_jax.training.loop import train
 from grpo_jax.training.packing import pack
 from grpo_jax.training.sft import sft
-from grpo_jax.training.stages import start
+from grpo_jax.training.start import start
 from grpo_jax.training.train_step import make_train_step
 from grpo_jax.training.zero_variance import drop_zero_variance_groups
 from grpo_jax.types import Prompts, Rollout

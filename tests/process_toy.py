@@ -10,7 +10,7 @@ import sys
 import time
 
 from grpo_jax import cli
-from grpo_jax.parallel import processes
+from grpo_jax.tasks import TASKS, Task
 
 import toy
 
@@ -28,9 +28,11 @@ def reward(completion: str) -> float | None:
     return toy.ascii_share(completion)
 
 
+def faulty() -> Task:
+    return toy.letters()._replace(name="faulty", reward=reward)
+
+
 if __name__ == "__main__":
-    letters = toy.letters
-    toy.letters = lambda **options: letters(**options)._replace(reward=reward)
     toy.install()
-    processes.POLL_SECONDS, processes.HEARTBEAT_SECONDS = 1, 10
+    TASKS["faulty"] = faulty
     sys.exit(cli.main())

@@ -1,71 +1,175 @@
-"""What the README shows runs as it stands, and what it says of the project is so."""
+"""What the README files show runs as it stands, and what they say of the project is so."""
 
+import contextlib
+import io
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from grpo_jax import cli
+from grpo_jax.config import TrainConfig, flag, option_paths
 from grpo_jax.objectives import PRESETS, Objective, reads
+from grpo_jax.plan.config import PlanConfig
 
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+ROOMS = sorted((ROOT / "grpo_jax").glob("*/README.md"))
+DOCUMENTS = [ROOT / "README.md", *ROOMS, ROOT / "experiments" / "README.md"]
+PROSE = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+LONGEST = 150
+
+name_of = lambda path: str(path.relative_to(ROOT))
+each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+each_page = pytest.mark.parametrize("page", PROSE, ids=name_of)
 
 
-@pytest.fixture(scope="module")
-def namespace():
-    """The README's Python, block after block in one namespace, with fewer steps."""
+def blocks(document: Path, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run_blocks(document: Path) -> dict:
+    """The names that a document's Python leaves behind, block after block in one namespace."""
     names = {}
-    for block in BLOCKS:
-        short = re.sub(r"steps=\d+", "steps=2", block).replace('"group_size": 8', '"group_size": 2')
-        short = short.replace('"prompts_per_step": 32', '"prompts_per_step": 2')
-        exec(compile(short, "README.md", "exec"), names)
+    for block in blocks(document, "python"):
+        exec(compile(block, str(document), "exec"), names)
     return names
 
 
-def test_the_first_block_trains_in_under_thirty_lines():
-    lines = [line for line in BLOCKS[0].splitlines() if line.strip()]
-    assert len(lines) < 30
-    imported = {line.split()[1].split(".")[0] for line in lines if line.startswith(("from", "import"))}
-    assert imported <= {"grpo_jax", "jax"}
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """Blocks write into the working directory."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
-def test_the_second_block_defines_a_variant_in_under_ten_lines():
-    definition = BLOCKS[1].split("for saved")[0]
-    assert len([line for line in definition.splitlines() if line.strip() and "import" not in line]) < 10
+@pytest.mark.parametrize("document", [path for path in DOCUMENTS if blocks(path, "python")], ids=name_of)
+def test_python_runs(document, elsewhere):
+    names = run_blocks(document)
+    if "metrics" in names:
+        assert names["metrics"]["iteration"] >= 2
+    if document == DOCUMENTS[0]:
+        assert isinstance(names["mine"], Objective)
+        assert int(names["state"].train.step) == 5
+        lines = (elsewhere / "runs" / "soft-gate" / "metrics.jsonl").read_text().splitlines()
+        assert len(lines) == 5
 
 
-def test_the_blocks_run_and_train(namespace):
-    assert isinstance(namespace["mine"], Objective)
-    assert namespace["metrics"]["iteration"] == 2
-    assert int(namespace["saved"].state.step) == 2
-
-
-def test_the_three_levels_give_objectives_that_see_what_they_should(namespace):
-    bound, written, wrapped = (namespace[name] for name in ("bound", "written", "wrapped"))
+def test_the_three_levels_give_objectives_that_see_what_they_should(elsewhere):
+    names = run_blocks(ROOT / "grpo_jax" / "objectives" / "README.md")
+    bound, written, wrapped = (names[name] for name in ("bound", "written", "wrapped"))
     assert {"ref_logp_T", "sampler_logp_T"} <= reads(bound)
     assert reads(written) >= {"adv"}
     assert not {"ref_logp_T", "old_logp_T"} & reads(written)
     assert reads(wrapped) == reads(bound) | {"stopped"}
+    assert {"age", "stopped"} <= reads(names["corrected"])
+
+
+def test_the_readme_is_read_to_its_end():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST
+
+
+def test_a_loss_of_ones_own_is_under_ten_lines():
+    definition = blocks(DOCUMENTS[0], "python")[1].split("keep_programs()")[0]
+    assert len([line for line in definition.splitlines() if line.strip() and "import" not in line]) < 10
+
+
+# Commands and options.
+
+
+def commands(document: Path) -> list[list[str]]:
+    """The arguments of every `grpo-jax` command, in blocks and in the text."""
+    text = document.read_text()
+    shell = "\n".join(blocks(document, "bash")).replace("\\\n", " ")
+    found = [line.split("#")[0] for line in shell.splitlines() if not line.lstrip().startswith("#")]
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    found += [code.replace("\n", " ") for code in re.findall(r"`([^`]+)`", prose)]
+    # A command inside the quotes of another one ends with them.
+    told = [re.split(r' && |"$', code.strip())[0] for line in found for code in re.findall(r"grpo-jax (\w.*)", line)]
+    return [shlex.split(code) for code in told]
+
+
+@each_document
+def test_commands_are_understood(document):
+    for arguments in commands(document):
+        if "--help" in arguments:
+            continue
+        if arguments in (["eval"], ["sample"]):  # the command by its name alone
+            arguments = [*arguments, "RUN", "TEXT"][: 2 + (arguments == ["sample"])]
+        cli.check_trl_names(arguments)
+        shown = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(shown):
+                command = cli.parsed(arguments)
+        except SystemExit:
+            pytest.fail(f"grpo-jax {shlex.join(arguments)}: {shown.getvalue()}")
+        kind = {cli.Train: TrainConfig, cli.Plan: PlanConfig}.get(type(command))
+        if kind is TrainConfig or (kind is PlanConfig and command.topology):
+            cli.narrowed(command, kind)
+
+
+def known_flags() -> set[str]:
+    kinds = (cli.Train, cli.Eval, cli.Sample, cli.Plan)
+    return {flag(name) for kind in kinds for name in option_paths(kind)} | {"--help"}
+
+
+def sources() -> str:
+    return "\n".join(path.read_text() for path in (ROOT / "experiments").rglob("*.py"))
+
+
+@each_document
+def test_options_exist(document):
+    """Those of the command line, and in experiments/README.md those of the studies."""
+    prose = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    named = {found for code in re.findall(r"`([^`]+)`", prose) for found in re.findall(r"(?<!\w)--[a-z][a-z-]+", code)}
+    unknown = named - known_flags()
+    if document.parent.name == "experiments":
+        text = sources()
+        unknown = {name for name in unknown if name[2:].replace("-", "_") not in text}
+    assert not unknown
+
+
+def test_the_table_for_trl_has_options_of_both():
+    table = (ROOT / "README.md").read_text().split("| TRL | command line | program |")[1].split("\n\n")[0]
+    for row in table.strip().splitlines()[1:]:
+        theirs, ours, _ = (cell.strip() for cell in row.strip("|").split("|"))
+        for name in re.findall(r"`(\w+)`", theirs):
+            same = name in option_paths(cli.Train)
+            assert name in cli.TRL_NAMES or name == "reward_funcs" or same, name
+        assert set(re.findall(r"--[a-z-]+", ours)) <= known_flags()
+
+
+# Names and files.
 
 
 def test_every_preset_is_in_the_table():
-    table = README.split("| preset | what | paper |")[1].split("\n\n")[0]
-    named = re.findall(r"`(\w+)`", table)
-    assert sorted(named) == sorted(PRESETS)
+    text = (ROOT / "grpo_jax" / "objectives" / "README.md").read_text()
+    table = text.split("| preset | what it is | paper |")[1].split("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)`", table)) == sorted(PRESETS)
 
 
-def test_pictures_and_files_that_it_names_exist():
-    for path in re.findall(r"\]\(([\w./-]+\.png)\)", README):
-        assert (ROOT / path).is_file(), path
-    for module in re.findall(r"python -m ([\w.]+)", README):
+@each_page
+def test_files_that_it_names_exist(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)#]+)\)", text):
+        if not target.startswith("http"):
+            assert (page.parent / target).exists(), target
+    for module in re.findall(r"python -m (experiments[\w.]*)", text):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").is_file() or (place / "__main__.py").is_file(), module
+    for path in re.findall(r"`((?:grpo_jax|tests|experiments)/[\w/.-]+)`", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_every_room_and_every_example_is_linked():
+    text = (ROOT / "README.md").read_text()
+    examples = (ROOT / "experiments" / "examples").glob("*.py")
+    for path in [*ROOMS, *examples, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
+        assert f"]({name_of(path)})" in text, name_of(path)
 
 
 def test_importing_needs_no_torch():
-    import subprocess
-    import sys
-
     code = "import sys, grpo_jax; sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'trl')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

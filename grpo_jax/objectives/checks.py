@@ -70,8 +70,8 @@ def _check_advantage(objective: Objective) -> None:
         if takes_several_rewards(objective.advantage):
             return
         raise TypeError(
-            f"advantage={recipe(objective.advantage)} must map the rewards of a group, reward_G (or "
-            f"reward_NG for N rewards), to adv_G: {error}"
+            f"advantage={recipe(objective.advantage)} must map the rewards of a group, reward_G "
+            f"(or reward_NG for N rewards), to adv_G: {error}"
         ) from error
 
 
@@ -115,6 +115,6 @@ def _check_weights(objective: Objective) -> None:
         found = np.asarray(weights(jnp.full_like(samples_PG.stopped, stopped)))
         if not np.all(found >= 0):
             raise ValueError(
-                f"loss={recipe(objective.loss)} has a weight of {np.min(found):g}: the weights of a "
-                "Mean are what a sum is divided by, and must not be negative."
+                f"loss={recipe(objective.loss)} has a weight of {np.min(found):g}: the weights of "
+                "a Mean are what a sum is divided by, and must not be negative."
             )

@@ -41,9 +41,8 @@ class Objective(_Functions):
     `loss` maps one sequence (logp_T, Sample) to a `Mean`; `prepare` maps the samples of the whole
     batch, leading axes P and G, once before the epochs on it: quantiles, whitening and process
     advantages live there, so that cutting the batch into micro-batches later changes nothing.
-    A preparation that takes `advantage` or `loss` by keyword is given the objective's own, and one
-    that takes the loss comes last.
-    `print(objective)` shows the recipe.
+    A preparation that takes `advantage` or `loss` by keyword is given the objective's own; one that
+    takes the loss comes last. `print(objective)` shows the recipe.
     """
 
     __slots__ = ()
@@ -340,16 +339,16 @@ def batch_advantages(objective: Objective, reward_PG: Array) -> Array:
     across groups.
     """
     if jnp.ndim(reward_PG) not in (2, 3):
-        raise ValueError(
-            f"rewards have the axes P, G (or P, N, G for N rewards), got shape {jnp.shape(reward_PG)}."
-        )
+        shape = jnp.shape(reward_PG)
+        raise ValueError(f"rewards have the axes P, G (N rewards: P, N, G), got shape {shape}.")
     reward_PG = jnp.asarray(reward_PG)
     adv_PG = jax.vmap(objective.advantage, axis_name=PROMPT_AXIS)(reward_PG)
     P, *_, G = reward_PG.shape
     if jnp.shape(adv_PG) != (P, G):
+        shown = _shown(jax.tree.map(lambda x: x[0], adv_PG))
         raise TypeError(
             f"advantage={recipe(objective.advantage)} must return one value for each of the {G} "
-            f"completions of a group, shape ({G},), got {_shown(jax.tree.map(lambda x: x[0], adv_PG))}."
+            f"completions of a group, got {shown}."
         )
     return adv_PG
 

@@ -323,8 +323,8 @@ def kl_in_reward(objective: Objective, *, beta: float | Array) -> Objective:
         )
     if "reward_T" in reads_in_prepare(objective) and tells_steps_from_zeros(objective):
         raise ValueError(
-            f"kl_in_reward: the preparation {recipe(own)} credits the steps of a reward, and with a "
-            "KL on it every token would be a step: take a KL in the loss."
+            f"kl_in_reward: the preparation {recipe(own)} credits the steps of a reward, and with "
+            "a KL on it every token would be a step: take a KL in the loss."
         )
     penalty = functools.partial(preparations.kl_penalty, beta=beta)
     return with_steps(objective, penalty, preparations.outcome_advantages, *own)

@@ -116,7 +116,7 @@ def whiten_tokens(samples_PG: Sample, *, ddof: int = 0, eps: float = 0.0) -> Sam
     """A_t ← (A_t − mean)/(std + eps) over every trained token of the batch. Hu 2025 (REINFORCE++,
     2501.03262).
 
-    A long completion counts as often as it has tokens, so that the advantages of tokens have mean 0.
+    A completion counts as often as it has tokens, so that the advantages of tokens have mean 0.
     Equal advantages everywhere become 0, and so do those of sequences that could not be scored.
     """
     keep_PGT = _scored(samples_PG, "whiten_tokens")

@@ -4,36 +4,36 @@ only.
 Where the default here is the paper and TRL 1.16 does otherwise, the last column gives TRL's
 numbers:
 
-    what                   here, after the paper            TRL 1.16                 to match TRL
-    ---------------------  -------------------------------  -----------------------  -------------------------
-    spread of a group      population, no epsilon           ddof 1, + 1e-4           standardize(ddof=1, eps=1e-4)
-    nearly equal rewards   exactly 0 within 1e-6            rounding noise / 1e-4    none: a fault
-    masked truncated ones  in no denominator                counted as sequences     count_empty=True
-    groups in DAPO         constant ones leave the sums     stay in the denominator  drop_constant=False
-    denominator of BNPO    tokens of the whole batch        of each micro-batch      none: a fault
-    clip of CISPO          1 + high                         epsilon_high itself      high = epsilon_high − 1
-    value of CISPO, VESPO  −w·A, gradient −w·A·∇log π       −w·A·log π               same gradient
-    VESPO with a sampler   the sampler is a correction      ρ inside W               from_sampler(vespo(), cap)
-    ratio of LUSPO, GSPO   of the sequence                  of the token by default  level "sequence" there
-    RLOO                   REINFORCE, no clip               clipped Π r              rloo(low=.2, high=.2)
-    delta                  dual_clip(c=delta)               r bounded before min     equal if delta > 1 + high
-    sequence-level IS      mean log-ratio                   sum of log-ratios        ratio=product
-    entropy quantile       of the policy that sampled       of the current policy    equal in the first epoch
-    entropy bonus          divided as the loss is           by the micro-batch       equal for token_mean
-    GMPO, top entropy      weighs the sequence's cost       inside the mean          none
+    what                  here, after the paper         TRL 1.16                 to match TRL
+    --------------------  ----------------------------  -----------------------  ------------------
+    spread of a group     population, no epsilon        ddof 1, + 1e-4           ddof=1, eps=1e-4
+    nearly equal rewards  exactly 0 within 1e-6         rounding noise / 1e-4    none: a fault
+    masked truncated      in no denominator             counted as sequences     count_empty=True
+    groups in DAPO        constant ones leave the sums  stay in the denominator  drop_constant=False
+    denominator of BNPO   tokens of the whole batch     of each micro-batch      none: a fault
+    clip of CISPO         1 + high                      epsilon_high itself      epsilon_high − 1
+    value: CISPO, VESPO   −w·A, gradient −w·A·∇log π    −w·A·log π               same gradient
+    VESPO with a sampler  the sampler is a correction   ρ inside W               from_sampler, cap
+    ratio of LUSPO, GSPO  of the sequence               of the token by default  level "sequence"
+    RLOO                  REINFORCE, no clip            clipped Π r              low=.2, high=.2
+    delta                 dual_clip(c=delta)            r bounded before min     delta > 1 + high
+    sequence-level IS     mean log-ratio                sum of log-ratios        ratio=product
+    entropy quantile      of the policy that sampled    of the current policy    first epoch: equal
+    entropy bonus         divided as the loss is        by the micro-batch       token_mean: equal
+    GMPO, top entropy     weighs the sequence's cost    inside the mean          none
 
 Tunix 0.1.7 uses ddof 1 and + 1e-6, and by default k1 as the KL of the loss, which has no gradient
-in expectation. TRL has neither REINFORCE++ nor DPPO; beside verl (and OpenRLHF, of the authors of
-REINFORCE++):
+in expectation. Where TRL has nothing to compare with:
 
-    what                   here                             verl                     to match verl
-    ---------------------  -------------------------------  -----------------------  -------------------------
-    REINFORCE++ (both)     tokens whitened, population      tokens, ddof 1, + 1e-8   whiten_tokens(ddof=1)
-    REINFORCE++-baseline   k2 in the loss, β .01            KL by its configuration  kl_in_reward, beta=0.0
-    DPPO                   sg[min(r, 20)]·A·log π           the same, |log r| ≤ 20   none needed: e^20 > 20
-    δ of DPPO              .15 on both sides                one for each side, .2    tv_mask, delta=.2
-    ties in top-p          all that are as likely stay      (transformers) one order none: a token is sampled
-                                                            of equals is cut         and scored by one rule
+    what                  here                          verl                     to match verl
+    --------------------  ----------------------------  -----------------------  ------------------
+    REINFORCE++, both     tokens whitened, population   tokens, ddof 1, + 1e-8   ddof=1
+    weight of DPPO        sg[min(r, 20)]                the same                 bound=20
+    value of DPPO         −w·A, gradient −w·A·∇log π    −w·A·log π               same gradient
+
+    what                  here                          transformers             to match it
+    --------------------  ----------------------------  -----------------------  ------------------
+    ties in top-p         all equally likely ones stay  the first in its order   none
 """
 
 import functools

@@ -27,9 +27,9 @@ def is_off(value: Any) -> bool:
 
 
 def check(fits: Callable[..., bool], needs: str, **options: Any) -> None:
-    """Raises a ValueError unless `fits(**options)`, where all of them have a value."""
+    """Raises a ValueError unless the options, in their order, fit; where all have a value."""
     values = {name: number(name, value) for name, value in options.items()}
-    if None not in values.values() and not fits(**values):
+    if None not in values.values() and not fits(*values.values()):
         given = ", ".join(f"{name}={value}" for name, value in options.items())
         raise ValueError(f"{needs}, got {given}.")
 

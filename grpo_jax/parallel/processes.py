@@ -22,7 +22,8 @@ from typing import Any
 import jax
 from jax._src import distributed  # the coordination service's key-value store has no public name
 
-HEARTBEAT_SECONDS = 30  # without a sign of life a process counts as dead
+# Without a sign of life for so long a process counts as dead.
+HEARTBEAT_SECONDS = int(os.environ.get("GRPO_JAX_HEARTBEAT_SECONDS", 30))
 POLL_SECONDS = 10
 PIECE = 1 << 20  # bytes of one entry in the store
 

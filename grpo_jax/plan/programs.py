@@ -50,8 +50,10 @@ from grpo_jax.training.batch import rollout_shapes
 from grpo_jax.training.checks import check_positions
 from grpo_jax.training.evaluate import GREEDY, evaluate
 from grpo_jax.training.optimizers import adamw
+from grpo_jax.training.programs import programs
+from grpo_jax.training.rows import prompt_width
 from grpo_jax.training.sft import sft
-from grpo_jax.training.stages import Stages, programs, prompt_width
+from grpo_jax.training.stages import Stages
 from grpo_jax.types import Params, Prompts, RunState
 
 # What a program is in a run, where its name does not say it.

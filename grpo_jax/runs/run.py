@@ -28,8 +28,9 @@ from grpo_jax.runs.cache import keep_programs
 from grpo_jax.runs.terminal import Screen
 from grpo_jax.training.batch import rollout_shapes
 from grpo_jax.training.evaluate import GREEDY, Evaluation, evaluate
-from grpo_jax.training.loop import iterate, programs_of
+from grpo_jax.training.loop import iterate
 from grpo_jax.training.optimizers import adamw
+from grpo_jax.training.programs import programs_of
 from grpo_jax.training.sft import sft
 from grpo_jax.training.stages import Stages
 from grpo_jax.types import Params, RunState

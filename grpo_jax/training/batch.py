@@ -17,12 +17,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from grpo_jax.inference.logprobs import completion_scores
-from grpo_jax.inference.text import reward_columns, with_messages
+from grpo_jax.inference.text import completion_texts, prompt_texts, reward_columns, with_messages
+from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import Objective, batch_advantages, objective_at
 from grpo_jax.options import Sampling, Scoring
 from grpo_jax.parallel.processes import run_and_gather
-from grpo_jax.rewards import Scores, score
+from grpo_jax.rewards import Scores, reward_functions, score
 from grpo_jax.tasks import Task
 from grpo_jax.types import Array, Batch, Params, Prompts, Rollout, Sample
 
@@ -181,6 +182,28 @@ def of_all(owned_rows: np.ndarray, found: Callable[[], Sequence]) -> list[tuple]
 
     _, *columns = zip(*sorted(chain(*run_and_gather(numbered)), key=itemgetter(0)), strict=True)
     return columns
+
+
+def score_and_gather(
+    task: Task, tokenizer: Tokenizer, scoring: Scoring, host: HostRollout
+) -> GatheredScores:
+    """`Stages.reward`: each process scores its own completions, and hears of all others."""
+    owned = host.owned()
+    texts = completion_texts(tokenizer, owned)
+    questions = prompt_texts(task, host.rows)
+
+    def scored() -> tuple:
+        scores = score_rollout(task, scoring, host.rows, questions, texts, owned)
+        return scores.reward_PG, scores.reward_PGN, scores.steps_PGN
+
+    reward_PG, reward_PGN, steps_PGN = of_all(host.owned_rows, scored)
+    known: list = [[None] * len(reward_PG), [None] * len(reward_PG)]
+    for place, question, group in zip(host.owned_rows, questions, texts, strict=True):
+        known[0][place], known[1][place] = question, group
+    names = tuple(reward_functions(task.reward))
+    weights = tuple(scoring.weights or (1.0,) * len(names))
+    rewards = np.stack(reward_PG), np.stack(reward_PGN), list(steps_PGN)
+    return GatheredScores(*rewards, *known, names, weights)
 
 
 def take_prompts(rollouts: Sequence[Rollout], index: Sequence[int]) -> Rollout:

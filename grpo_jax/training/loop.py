@@ -19,8 +19,7 @@ from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import AdaptiveObjective, Objective
 from grpo_jax.options import Batching, Generation, Scoring, Update, whole
 from grpo_jax.parallel.backends import SINGLE, Devices
-from grpo_jax.parallel.programs import Program, shapes_of
-from grpo_jax.rewards import reward_functions
+from grpo_jax.parallel.programs import Program
 from grpo_jax.tasks import Task
 from grpo_jax.training.batch import GatheredScores, HostRollout
 from grpo_jax.training.checks import check_staleness, check_state, check_steps
@@ -32,7 +31,8 @@ from grpo_jax.training.metrics import (
     timed,
 )
 from grpo_jax.training.optimizers import Optimizer, optimizer_for
-from grpo_jax.training.stages import Stages, make_stages, programs
+from grpo_jax.training.programs import programs_of
+from grpo_jax.training.stages import Stages, make_stages
 from grpo_jax.types import Params, Rollout, RunState, Weights
 
 
@@ -282,11 +282,3 @@ def train(
     if compile_ahead is not None and state.iteration < steps:
         compile_ahead(programs_of(stages, state, task))
     return iterations
-
-
-def programs_of(stages: Stages, state: RunState, task: Task) -> list[Program]:
-    """`stages.programs` of a run that is about to begin."""
-    prompts, *_ = stages.prompts(state.data)
-    functions = len(reward_functions(task.reward))
-    arrays = state._replace(iteration=None, queue=(), data=None)  # of these no program takes any
-    return programs(stages, shapes_of(arrays), shapes_of(prompts), functions)

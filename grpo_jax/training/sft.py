@@ -19,7 +19,9 @@ from grpo_jax.options import OptionError, Update, whole
 from grpo_jax.parallel.backends import SINGLE, Devices
 from grpo_jax.tasks import Task
 from grpo_jax.training.checks import check_model, check_rows
-from grpo_jax.training.stages import logit_chunk_of, prompt_width, row_indices, start
+from grpo_jax.training.rows import prompt_width, row_indices
+from grpo_jax.training.stages import logit_chunk_of
+from grpo_jax.training.start import start
 from grpo_jax.training.train_step import make_train_step
 from grpo_jax.types import Batch, Mean, Params, Rollout, Sample, TrainState
 

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from grpo_jax.inference.critic import Critic, policy_of, with_critic
+from grpo_jax.inference.critic import Critic, policy_of
 from grpo_jax.inference.generate import generate
 from grpo_jax.inference.logprobs import tokens_at_once, with_vocabulary
-from grpo_jax.inference.text import completion_texts, encode, prompt_texts, step_rewards
+from grpo_jax.inference.text import step_rewards
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import (
@@ -36,10 +36,8 @@ from grpo_jax.objectives import (
     reads,
     reads_in_prepare,
 )
-from grpo_jax.options import Batching, Generation, OptionError, Scoring, Update, check_cuts, whole
+from grpo_jax.options import Batching, Generation, OptionError, Scoring, Update, check_cuts
 from grpo_jax.parallel.backends import SINGLE, Devices
-from grpo_jax.parallel.programs import Program, listed
-from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
 from grpo_jax.training.batch import (
     GatheredScores,
@@ -49,17 +47,17 @@ from grpo_jax.training.batch import (
     infer_logp,
     lengths,
     lengths_and_stops,
-    of_all,
-    score_rollout,
+    score_and_gather,
     take_scores,
     trim,
 )
 from grpo_jax.training.checks import check_float16, check_model, check_sampler, check_task
 from grpo_jax.training.packing import pack, packed_shapes
+from grpo_jax.training.rows import next_prompts, prompt_width
+from grpo_jax.training.start import start
 from grpo_jax.training.train_step import (
     by_prompt,
     fresh_prompts,
-    init_state,
     make_train_step,
     own_old_logp,
 )
@@ -180,102 +178,6 @@ def make_stages(
     )
 
 
-# What begins a run, and which rows come when.
-
-
-def start(
-    objective: Objective | AdaptiveObjective,
-    optimizer: optax.GradientTransformation,
-    seed: int,
-    critic: Critic | None,
-    devices: Devices,
-    params: Params,
-    reference: Params | None = None,
-) -> RunState:
-    """The state before the first iteration, in buffers of its own, and the root key.
-
-    The reference is the policy that training starts from, unless another one is given; None where
-    the objective reads none.
-    """
-    key, critic_key = jax.random.split(root_key(seed))
-    policy = copy(devices.put("state", params))
-    train = init_state(with_critic(critic, critic_key, policy), optimizer)
-    if "ref_logp_T" not in reads(objective):
-        reference = None
-    elif reference is None:
-        reference = copy(policy)
-    else:
-        reference = devices.put("state", reference)
-    return RunState(
-        iteration=0,
-        train=devices.put("state", train),
-        key=devices.put("whole", key),
-        reference=reference,
-        data=begin_data(),
-        objective=objective.init() if isinstance(objective, AdaptiveObjective) else None,
-    )
-
-
-def root_key(seed: int) -> jax.Array:
-    """The root of all noise, for an integer of any length of at least 0.
-
-    Threefry, whatever JAX's default is: with other generators noise depends on how a batch is cut.
-    """
-    whole("seed", seed, 0)
-    key = jax.random.key(seed % 2**32, impl="threefry2x32")
-    while seed := seed >> 32:
-        key = jax.random.fold_in(key, seed % 2**32)
-    return key
-
-
-def copy(params: Params) -> Params:
-    """Own buffers: the train step consumes the state that it is given."""
-    return jax.tree.map(jnp.copy, params)
-
-
-def begin_data() -> dict[str, np.ndarray]:
-    """Where the rows of a task stand before the first iteration."""
-    return {"position": np.zeros((), np.int64)}
-
-
-def row_indices(position: int, size: int, count: int, seed: int) -> np.ndarray:
-    """`size` consecutive places, from `position`, in an endless sequence of shuffled epochs.
-
-    Every epoch is a new permutation of all `count` rows; none is skipped or repeated within it.
-    """
-    places = range(position, position + size)
-    epochs = {place // count for place in places}
-    orders = {e: np.random.default_rng([seed, e]).permutation(count) for e in epochs}
-    return np.array([orders[p // count][p % count] for p in places], np.int32)
-
-
-def prompt_width(task: Task, tokenizer: Tokenizer, multiple: int = 16) -> int:
-    """A width that every prompt of a task fits, rounded up: with one width, one program."""
-    rows = (*task.train, *task.held_out)
-    longest = max(len(tokenizer.render(task.prompt(row))) for row in rows)
-    return -(-longest // multiple) * multiple
-
-
-def next_prompts(
-    task: Task,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    batching: Batching,
-    seed: int,
-    devices: Devices,
-    data: dict,
-) -> tuple[Prompts, jax.Array, dict]:
-    """The next rows of the task as prompts, their indices, and where the rows stand after them."""
-    position = int(data["position"])
-    size = batching.prompts_per_step
-    row_P = row_indices(position, size, len(task.train), seed)
-    rows = [task.train[i] for i in row_P[devices.local_rows(size)]]
-    options = {"length": batching.prompt_length, "vocab_size": vocab_size}
-    prompts = encode(tokenizer, task.prompt, rows, **options)
-    prompts, row_P = devices.put_rows(prompts), devices.put("rows", row_P)
-    return prompts, row_P, data | {"position": np.int64(position + size)}
-
-
 # What is sampled, and what the host sees of it.
 
 
@@ -382,28 +284,6 @@ def own_where_fresh(always: bool, step: jax.Array, rollout: Rollout, logp_PGT) -
     return by_prompt(fresh_prompts(rollout, step), logp_PGT, rollout.logp_PGT)
 
 
-def score_and_gather(
-    task: Task, tokenizer: Tokenizer, scoring: Scoring, host: HostRollout
-) -> GatheredScores:
-    """`Stages.reward`: each process scores its own completions, and hears of all others."""
-    owned = host.owned()
-    texts = completion_texts(tokenizer, owned)
-    questions = prompt_texts(task, host.rows)
-
-    def scored() -> tuple:
-        scores = score_rollout(task, scoring, host.rows, questions, texts, owned)
-        return scores.reward_PG, scores.reward_PGN, scores.steps_PGN
-
-    reward_PG, reward_PGN, steps_PGN = of_all(host.owned_rows, scored)
-    known: list = [[None] * len(reward_PG), [None] * len(reward_PG)]
-    for place, question, group in zip(host.owned_rows, questions, texts, strict=True):
-        known[0][place], known[1][place] = question, group
-    names = tuple(reward_functions(task.reward))
-    weights = tuple(scoring.weights or (1.0,) * len(names))
-    rewards = np.stack(reward_PG), np.stack(reward_PGN), list(steps_PGN)
-    return GatheredScores(*rewards, *known, names, weights)
-
-
 # What an update takes, and the update.
 
 
@@ -488,39 +368,6 @@ def update_stage(
 
     updated.on_shapes = of_any_size
     return updated
-
-
-# What the stages are made of, before anything runs.
-
-
-def programs(stages: Stages, state: RunState, prompts: Prompts, functions: int) -> list[Program]:
-    """Every program that an iteration may run, for every size of a batch that it may have.
-
-    Not the small ones that cut and move arrays. Found by going through an iteration on shapes.
-
-    Args:
-      stages: those of the run; one that was replaced by a function without `on_shapes` is called
-        with shapes itself.
-      state: the run's state, as shapes (`backends.shapes_of`).
-      prompts: the prompts of an iteration, as shapes.
-      functions: the number of reward functions.
-    """
-    with listed() as found:
-        weights = Weights(state.train.params, state.train.step, state.reference)
-        served = _on_shapes(stages.publish)(weights)
-        drawn = _on_shapes(stages.generate)(served, prompts, state.key)
-        P = prompts.tokens_PS.shape[0]
-        number_P = jax.ShapeDtypeStruct((P,), jnp.int32)
-        drawn = drawn._replace(row_P=number_P, update_P=number_P)
-        for rollout in _on_shapes(stages.shrink)(drawn):
-            fields = _on_shapes(stages.infer)(weights, rollout)
-            for batch in _on_shapes(stages.assemble)(rollout, functions, fields, state.objective):
-                _on_shapes(stages.update)(state.train, weights, batch, state.objective)
-    return list(found.values())
-
-
-def _on_shapes(stage: Callable) -> Callable:
-    return getattr(stage, "on_shapes", stage)
 
 
 def with_reward_weights(

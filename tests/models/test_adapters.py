@@ -11,6 +11,7 @@ from flax import nnx
 from grpo_jax.inference.generate import generate
 from grpo_jax.inference.logprobs import completion_logp
 from grpo_jax.models import from_apply, from_nnx
+from grpo_jax.options import Generation, Sampling
 from grpo_jax.types import Prompts
 
 from nnx_toy import Averager
@@ -41,7 +42,7 @@ def test_logp_and_gradient_are_the_decoders(tiny_model, wrapped, tiny_params, pr
 
     @partial(jax.jit, static_argnums=0)
     def value_and_grad(model, params):
-        logp = lambda p: completion_logp(model, p, prompts, *completions, temperature=0.7, top_k=20)
+        logp = lambda p: completion_logp(model, p, prompts, *completions, sampling=Sampling(0.7, 20))
         weights = jnp.cos(jnp.arange(4 * G * T).reshape(4, G, T))
         return logp(params), jax.grad(lambda p: (logp(p) * weights).sum())(params)
 
@@ -51,7 +52,7 @@ def test_logp_and_gradient_are_the_decoders(tiny_model, wrapped, tiny_params, pr
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_it_draws_the_decoders_tokens(tiny_model, wrapped, tiny_params, prompts, temperature):
-    draw = partial(generate, group_size=G, max_new_tokens=T, temperature=temperature, stop_ids=(3, 5))
+    draw = partial(generate, generation=Generation(G, T, Sampling(temperature)), stop_ids=(3, 5))
     got = draw(wrapped, tiny_params, prompts, jax.random.key(1))
     wanted = draw(tiny_model, tiny_params, prompts, jax.random.key(1))
     np.testing.assert_array_equal(got.tokens_PGT, wanted.tokens_PGT)
@@ -100,7 +101,7 @@ def test_nnx_parameters_are_plain_and_all_trained(averager):
     assert len(jax.tree.leaves(params)) == 7
     assert all(float(jnp.abs(g).max()) > 0 for g in jax.tree.leaves(grads))
     moved = jax.tree.map(lambda p, g: p + g, params, grads)
-    rollout = generate(model, moved, prompts, jax.random.key(0), group_size=2, max_new_tokens=3)
+    rollout = generate(model, moved, prompts, jax.random.key(0), generation=Generation(2, 3))
     assert rollout.tokens_PGT.shape == (1, 2, 3)
     chex.assert_trees_all_equal(nnx.to_pure_dict(nnx.state(averager, nnx.Param)), before)
 

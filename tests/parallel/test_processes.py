@@ -17,11 +17,11 @@ from grpo_jax.runs.folder import read_lines
 HERE = Path(__file__).parents[1]
 # fmt: off
 OPTIONS = [
-    "--task", "letters", "--model", "bigram", "--steps", "4", "--prompts-per-step", "4", "--group-size", "3",
+    "--task", "faulty", "--model", "bigram", "--steps", "4", "--prompts-per-step", "4", "--group-size", "3",
     "--max-new-tokens", "6", "--sft-steps", "2", "--learning-rate", "0.05", "--lr-warmup", "2", "--schedule", "linear",
     "--seed", "4", "--objective-args", "beta=0.1", "--ref-ema", "0.5", "--eval-rows", "5", "--eval-batch-size", "4",
-    "--eval-every", "2", "--save-every", "2", "--keep-checkpoints", "3", "--length-buckets", "1",
-    "--no-pack-tokens", "--no-drop-zero-variance", "--compactions", "0",
+    "--eval-every", "2", "--save-every", "2", "--keep-checkpoints", "3", "--length-buckets", "1", "--compactions", "0",
+    "--no-pack-tokens", "--no-drop-zero-variance", "--max-staleness", "1",
 ]
 # fmt: on
 # With two processes, process 1 scores 2 rows of an evaluation and 6 completions of an iteration: calls 1-2, 3-8, 9-14,
@@ -60,6 +60,7 @@ def launch(
         shared = {
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": str(devices),
+            "GRPO_JAX_HEARTBEAT_SECONDS": "10",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "JAX_COMPILATION_CACHE_DIR": str(folder / "cache"),
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -37,7 +37,7 @@ from grpo_jax.plan.programs import list_programs
 from grpo_jax.plan.report import figures, show
 from grpo_jax.plan.topology import Roofline, parse_topology
 from grpo_jax.runs.run import held_out
-from grpo_jax.training.loop import programs_of
+from grpo_jax.training.programs import programs_of
 from rich.console import Console
 
 from toy import install
@@ -241,7 +241,8 @@ def test_what_stays_beside_a_program():
 
 def test_a_cast_policy_is_a_copy():
     """The sampler of a model that is computed in another type reads nothing of the state."""
-    programs = {one.kind: one for one in listing(model="tiny", task="pricing", compute_dtype="bfloat16").programs}
+    mixed = {"model": "tiny", "task": "pricing", "compute_dtype": "bfloat16", "objective_args": ("beta=0.0",)}
+    programs = {one.kind: one for one in listing(**mixed).programs}
     state = bytes_per_device(programs["step"].program.args[0][1])
     params = bytes_per_device(programs["cast"].program.args[0][1])
     kept = {name: programs[name].resident_bytes for name in ("cast", "sampler", "evaluation")}

@@ -31,7 +31,7 @@ from grpo_jax.runs import terminal
 from grpo_jax.runs.folder import read_lines
 from grpo_jax.training.batch import assemble
 from grpo_jax.training.loop import collect, iterate, iteration_key, sampled, train, weights_of
-from grpo_jax.training.stages import prompt_width
+from grpo_jax.training.rows import prompt_width
 
 import toy
 

@@ -33,7 +33,7 @@ from grpo_jax.training.batch import infer_logp, take_prompts, take_scores
 from grpo_jax.training.checks import SamplerMismatchError, check_sampler
 from grpo_jax.training.loop import collect, iterate, train
 from grpo_jax.training.optimizers import adamw
-from grpo_jax.training.stages import row_indices
+from grpo_jax.training.rows import row_indices
 from grpo_jax.types import Prompts, Rollout, RunState
 from toy_run import (
     ADAMW,

@@ -13,8 +13,9 @@ from grpo_jax.objectives import grpo
 from grpo_jax.options import Batching, Generation, OptionError
 from grpo_jax.training.loop import train
 from grpo_jax.training.optimizers import adamw
+from grpo_jax.training.rows import row_indices
 from grpo_jax.training.sft import SUPERVISED, sft, target_ids
-from grpo_jax.training.stages import make_stages, row_indices
+from grpo_jax.training.stages import make_stages
 
 from toy import bigram, compilations, letters
 

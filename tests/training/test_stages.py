@@ -29,7 +29,10 @@ from grpo_jax.rewards import RewardError
 from grpo_jax.training.batch import HostRollout, assemble, cut, infer_logp, rollout_shapes
 from grpo_jax.training.checks import SamplerMismatchError
 from grpo_jax.training.packing import pack
-from grpo_jax.training.stages import make_stages, programs, prompt_width, root_key, row_indices
+from grpo_jax.training.programs import programs
+from grpo_jax.training.rows import prompt_width, row_indices
+from grpo_jax.training.stages import make_stages
+from grpo_jax.training.start import root_key
 from grpo_jax.training.train_step import init_state, make_train_step
 from grpo_jax.types import Weights
 from hypothesis import given, settings
