@@ -30,24 +30,30 @@ def _is_scored(reward_G: Array) -> Array:
 
 
 def power_of_two(x: Array) -> Array:
-    """The largest power of two that is not above x > 0, and 1 for x = 0: dividing by it is exact.
+    """A power of two of the size of x > 0, and 1 for x = 0: dividing by it is exact.
 
     Float32 ends at 3.4e38: the square of 2e19, or the sum of four times 1e38, is not a number.
     """
     mantissa, _ = jnp.frexp(x)  # in [1/2, 1)
-    return jnp.where(x > 0, x / (2.0 * mantissa), 1.0)
+    tiny = float(jnp.finfo(x.dtype).tiny)  # a compiler may multiply by 1/scale: no subnormals
+    return jnp.where(x > 0, jnp.clip(x / (2.0 * mantissa), tiny, 1.0 / tiny), 1.0)
 
 
 def _scale(x_G: Array, keep_G: Array) -> Array:
     return power_of_two(jnp.max(jnp.where(keep_G, jnp.abs(x_G), 0.0), initial=0.0))
 
 
+def _scaled_mean(scaled_G: Array, keep_G: Array, weight_G: Array | float = 1.0) -> Array:
+    """Σ w·x / Σ w over the kept values, which were divided by their scale; 0 without any."""
+    weight_G = jnp.where(keep_G, weight_G, 0.0)
+    weighed_G = weight_G * jnp.where(keep_G, scaled_G, 0.0)
+    return jnp.sum(weighed_G) / jnp.maximum(jnp.sum(weight_G), 1)
+
+
 def weighted_mean(x_G: Array, keep_G: Array, weight_G: Array | float = 1.0) -> Array:
     """Σ w·x / Σ w over the kept values; 0 without any."""
     scale = _scale(x_G, keep_G)
-    weight_G = jnp.where(keep_G, weight_G, 0.0)
-    weighed_G = weight_G * jnp.where(keep_G, x_G / scale, 0.0)
-    return scale * (jnp.sum(weighed_G) / jnp.maximum(jnp.sum(weight_G), 1))
+    return scale * _scaled_mean(x_G / scale, keep_G, weight_G)
 
 
 def _mean(x_G: Array, keep_G: Array) -> Array:
@@ -88,7 +94,7 @@ def standardize(reward_G: Array, *, ddof: int = 0, eps: float = 0.0) -> Array:
     scored_G = _is_scored(reward_G)
     scale = _scale(reward_G, scored_G)
     scaled_G = reward_G / scale
-    centered_G = scaled_G - _mean(scaled_G, scored_G)
+    centered_G = scaled_G - _scaled_mean(scaled_G, scored_G)
     degrees = jnp.maximum(jnp.sum(scored_G) - ddof, 1)
     std = jnp.sqrt(jnp.sum(jnp.where(scored_G, centered_G, 0.0) ** 2) / degrees)
     return _only_signal(centered_G / jnp.where(std > 0, std + eps / scale, 1.0), reward_G)
@@ -108,7 +114,7 @@ def over_mean(reward_G: Array) -> Array:
     """A = (R − μ)/μ with μ = mean(R), and 0 where μ ≤ 0. MaxRL, 2602.02710."""
     scored_G = _is_scored(reward_G)
     scaled_G = reward_G / _scale(reward_G, scored_G)
-    mean = _mean(scaled_G, scored_G)
+    mean = _scaled_mean(scaled_G, scored_G)
     positive = mean > 0
     adv_G = (scaled_G - mean) / jnp.where(positive, mean, 1.0)
     return _only_signal(jnp.where(positive, adv_G, 0.0), reward_G)
@@ -179,7 +185,7 @@ def batch_scale(reward_G: Array, *, ddof: int = 0, eps: float = 0.0) -> Array:
     scored_G = _is_scored(reward_G)
     scale, _, std = _batch_moments(reward_G, scored_G, ddof, PROMPT_AXIS)
     scaled_G = reward_G / scale
-    centered_G = scaled_G - _mean(scaled_G, scored_G)
+    centered_G = scaled_G - _scaled_mean(scaled_G, scored_G)
     return _only_signal(centered_G / jnp.where(std > 0, std + eps / scale, 1.0), reward_G)
 
 
