@@ -93,7 +93,7 @@ def generate(
     return (_generate if traced else _compiled())(model, *inputs, **options)
 
 
-def lower(
+def trace(
     model: LanguageModel,
     params: Params,
     prompts: Prompts,
@@ -103,12 +103,18 @@ def lower(
     generation: Generation = Generation(),
     stop_ids: tuple[int, ...] = (),
     pad_id: int = 0,
-) -> jax.stages.Lowered:
-    """`generate.lower(...)`: the program of a call, not compiled yet, as of any jitted function."""
+) -> jax.stages.Traced:
+    """`generate.trace(...)`: the program of a call, not lowered yet, as of any jitted function."""
     options = {"generation": generation.check(), "stop_ids": tuple(stop_ids), "pad_id": pad_id}
-    return _compiled().lower(model, params, prompts, key, first_prompt, **options)
+    return _compiled().trace(model, params, prompts, key, first_prompt, **options)
 
 
+def lower(*args, **options) -> jax.stages.Lowered:
+    """`generate.lower(...)`: the program of a call, not compiled yet, as of any jitted function."""
+    return trace(*args, **options).lower()
+
+
+generate.trace = trace
 generate.lower = lower
 
 

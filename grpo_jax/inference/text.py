@@ -1,11 +1,11 @@
 """Rows to ids and completions to text: where strings begin and end."""
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
 from grpo_jax.inference.tokenizer import Tokenizer, message_text, pad_prompts
-from grpo_jax.rewards import Scores
 from grpo_jax.rewards.scoring import MESSAGES
 from grpo_jax.tasks import Task
 from grpo_jax.types import Prompts, Rollout
@@ -73,8 +73,21 @@ def completion_texts(tokenizer: Tokenizer, rollout: Rollout) -> list[list[str]]:
     ]
 
 
+class StepScores(Protocol):
+    """Rewards of N functions and their steps: `rewards.Scores`, or those of all processes."""
+
+    @property
+    def reward_PGN(self) -> np.ndarray: ...
+
+    @property
+    def steps_PGN(self) -> list: ...
+
+
 def step_rewards(
-    tokenizer: Tokenizer, rollout: Rollout, scores: Scores, weights: Sequence[float] | None = None
+    tokenizer: Tokenizer,
+    rollout: Rollout,
+    scores: StepScores,
+    weights: Sequence[float] | None = None,
 ) -> np.ndarray:
     """`reward_PGT`: the weighted reward at each token where a step ends, NaN where none does.
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from grpo_jax.objectives.compose import (
     Loss,
     Objective,
+    batch_loss,
     composed,
     core,
     neutralise,
@@ -20,7 +21,7 @@ from grpo_jax.objectives.compose import (
 from grpo_jax.objectives.divergences import k3
 from grpo_jax.objectives.exponentials import bounded_exp
 from grpo_jax.objectives.ratios import per_token
-from grpo_jax.objectives.tracing import reads_in_loss
+from grpo_jax.objectives.tracing import fields_read
 from grpo_jax.types import Array, Mean, Sample
 
 
@@ -98,7 +99,8 @@ def diagnostics(objective: Objective, logp_PGT: Array, samples_PG: Sample) -> di
     against the reference, nats), `entropy` (nats), `sampler_logp_diff` (|log π_old − log
     π_sampler|).
     """
-    with_clips = "adv" in reads_in_loss(objective)
+    loss = lambda _, logp, samples: batch_loss(objective, logp, samples)
+    with_clips = "adv" in fields_read(loss, None, logp_PGT, samples_PG)
 
     def one(logp_T: Array, sample: Sample) -> dict[str, Mean]:
         return _diagnose(objective, logp_T, sample, with_clips=with_clips)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.parallel.programs import Program
-from grpo_jax.types import Rollout
+from grpo_jax.types import Prompts, Rollout
 
 SAMPLE = ("sampler", "evaluation")  # the kinds of programs that sample
 
@@ -80,7 +80,9 @@ def sizes_of_arrays(args: Any) -> dict[str, int]:
     whole = [x for x in jax.tree.leaves(args) if x.dtype in (jnp.int32, jnp.bool_)]
     of_tokens = [x.shape for x in whole if x.ndim == 3]
     names = ("prompts", "group_size", "completion_length")
-    return dict(zip(names, of_tokens[0], strict=True)) if of_tokens else {}
+    sizes = dict(zip(names, of_tokens[0], strict=True)) if of_tokens else {}
+    prompts = instances(Prompts, args)
+    return sizes | ({"prompt_length": prompts[0].tokens_PS.shape[1]} if prompts else {})
 
 
 def instances(kind: type, tree: Any) -> list[Any]:

@@ -206,7 +206,7 @@ def score_and_gather(
     return GatheredScores(*rewards, *known, names, weights)
 
 
-def take_prompts(rollouts: Sequence[Rollout], index: Sequence[int]) -> Rollout:
+def take_prompts(rollouts: Sequence[Rollout], index: Sequence[int] | np.ndarray) -> Rollout:
     """The prompts at `index` of several sampled batches, one after another, as one batch.
 
     For batches as they were sampled, before they are trimmed: those have the same shapes.
@@ -215,7 +215,9 @@ def take_prompts(rollouts: Sequence[Rollout], index: Sequence[int]) -> Rollout:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts)[index], *rollouts)
 
 
-def take_scores(scores: Sequence[GatheredScores], index: Sequence[int]) -> GatheredScores:
+def take_scores(
+    scores: Sequence[GatheredScores], index: Sequence[int] | np.ndarray
+) -> GatheredScores:
     """The scores of those prompts of several batches, one after another."""
     joined = [list(chain(*parts)) for parts in list(zip(*scores, strict=True))[:5]]
     reward_PG, reward_PGN, *lists = ([part[i] for i in index] for part in joined)

@@ -7,8 +7,15 @@ import jax
 from grpo_jax.inference.critic import Critic
 from grpo_jax.inference.tokenizer import Tokenizer
 from grpo_jax.models.language_model import LanguageModel
-from grpo_jax.objectives import AdaptiveObjective, Objective, objective_at, reads, reads_in_loss
-from grpo_jax.options import OptionError, Precision, Scoring, instance, whole
+from grpo_jax.objectives import (
+    AdaptiveObjective,
+    Objective,
+    check_objective,
+    corrects_for_sampler,
+    has_ratio_to_old,
+    reads,
+)
+from grpo_jax.options import OptionError, Precision, Scoring, Update, instance, whole
 from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
 from grpo_jax.types import RunState
@@ -35,8 +42,7 @@ def check_task(
         raise TypeError(f"task must be a Task, such as pricing(), got {task!r}")
     check_rows(task)
     instance("scoring", scoring, Scoring).check(len(reward_functions(task.reward)))
-    if not isinstance(objective, Objective | AdaptiveObjective):
-        raise TypeError(f"objective must be an Objective, such as grpo(), got {objective!r}")
+    check_objective(objective)
     if critic is None and reads(objective) & {"value_T", "old_value_T"}:
         raise ValueError("the objective reads values of a critic: pass critic=value_network(model)")
 
@@ -90,14 +96,30 @@ def check_steps(steps: int, state: RunState) -> None:
         raise TypeError(f"state must be a RunState, as stages.start(params) gives, got {state!r}")
 
 
-def check_staleness(max_staleness: int, objective: Objective | AdaptiveObjective) -> None:
-    """Data of an older policy needs a ratio to it, which corrects for its age."""
+def check_staleness(
+    max_staleness: int, objective: Objective | AdaptiveObjective, old_logp: str = "auto"
+) -> None:
+    """Data of an older policy needs a ratio to it, which corrects for its age.
+
+    Asked is whether the gradient moves with the sampler's log-probabilities, and not whether some
+    field is read: a weight π_old/π_sampler is 1 where π_old is the sampler.
+    """
     whole("max_staleness", max_staleness, 0)
-    corrected = {"old_logp_T", "sampler_logp_T"}
-    if max_staleness and not reads_in_loss(objective_at(objective)) & corrected:
+    if max_staleness and not corrects_for_sampler(objective, old_logp):
         raise ValueError(
             f"max_staleness={max_staleness} needs an objective with a ratio to the policy that "
-            "sampled, which corrects for its age; this one does not read old_logp_T"
+            f"sampled, which corrects for its age; with old_logp={old_logp!r} the gradient of this "
+            "one does not depend on it"
+        )
+
+
+def check_epochs(update: Update, objective: Objective | AdaptiveObjective) -> None:
+    """Several updates on one batch need a ratio to the policy before the first of them."""
+    if update.epochs > 1 and not has_ratio_to_old(objective):
+        raise OptionError(
+            "epochs",
+            f"({update.epochs}) above 1 needs an objective with a ratio π/π_old: after the first "
+            "update the batch is an older policy's, and this one does not correct for that",
         )
 
 

@@ -107,7 +107,7 @@ def iterate(
       update_reference: `(iteration, params, reference) -> reference`, called after each iteration.
     """
     check_steps(steps, state)
-    check_staleness(max_staleness, stages.objective)
+    check_staleness(max_staleness, stages.objective, stages.old_logp)
     return _iterations(*timed(stages), state, steps, collect, max_staleness, update_reference)
 
 

@@ -51,7 +51,13 @@ from grpo_jax.training.batch import (
     take_scores,
     trim,
 )
-from grpo_jax.training.checks import check_float16, check_model, check_sampler, check_task
+from grpo_jax.training.checks import (
+    check_epochs,
+    check_float16,
+    check_model,
+    check_sampler,
+    check_task,
+)
 from grpo_jax.training.packing import pack, packed_shapes
 from grpo_jax.training.rows import next_prompts, prompt_width
 from grpo_jax.training.start import start
@@ -87,8 +93,9 @@ class Stages(NamedTuple):
     ```
 
     `fields` are fields of `Sample`, `state` is that of an objective that has one (else None), and
-    `data` is `RunState.data`. Two fields are no stages: `policy(params)` is the policy's part of
-    the trained parameters, and `objective` is what the stages were made for.
+    `data` is `RunState.data`. Three fields are no stages: `policy(params)` is the policy's part of
+    the trained parameters, `objective` is what the stages were made for, and `old_logp` says what
+    π_old is (see `options.Update`).
     """
 
     start: Callable[..., RunState]
@@ -104,6 +111,7 @@ class Stages(NamedTuple):
     update: Callable[..., tuple[TrainState, Any, dict[str, float]]]
     policy: Callable[[Params], Params]
     objective: Objective | AdaptiveObjective
+    old_logp: str = "auto"
 
 
 def make_stages(
@@ -144,9 +152,10 @@ def make_stages(
     generation.check().sampling.check_training()
     check_cuts(generation, update.check(), batching.check(), devices.parts)
     check_task(task, objective, scoring, critic)
-    if batching.prompt_length is None:
-        batching = batching._replace(prompt_length=prompt_width(task, tokenizer))
-    check_model(model, tokenizer, batching.prompt_length, generation.max_new_tokens)
+    check_epochs(update, objective)
+    width = batching.prompt_length or prompt_width(task, tokenizer)
+    batching = batching._replace(prompt_length=width)
+    check_model(model, tokenizer, width, generation.max_new_tokens)
     objective = with_reward_weights(objective, scoring.weights)
     check_float16(model)
     model = with_vocabulary(devices.for_training(model), tokenizer.vocab_size)
@@ -175,6 +184,7 @@ def make_stages(
         ),
         policy=partial(policy_of, critic),
         objective=objective,
+        old_logp=update.old_logp,
     )
 
 
@@ -272,6 +282,7 @@ def inference_stage(
 @jax.jit
 def ages_of(step: jax.Array, rollout: Rollout) -> jax.Array:
     """How many updates the policy has had since each completion was sampled."""
+    assert rollout.update_P is not None  # the loop marks every batch
     age_P1 = (step - rollout.update_P)[:, None]
     return jnp.broadcast_to(age_P1, rollout.stopped_PG.shape).astype(jnp.int32)
 
@@ -281,7 +292,9 @@ def own_where_fresh(always: bool, step: jax.Array, rollout: Rollout, logp_PGT) -
     """log π_old of a batch before its first epoch, as `make_train_step` has it in that epoch."""
     if always:
         return logp_PGT
-    return by_prompt(fresh_prompts(rollout, step), logp_PGT, rollout.logp_PGT)
+    fresh_P = fresh_prompts(rollout, step)
+    assert fresh_P is not None  # the loop marks every batch
+    return by_prompt(fresh_P, logp_PGT, rollout.logp_PGT)
 
 
 # What an update takes, and the update.
@@ -376,7 +389,7 @@ def with_reward_weights(
     """The objective, whose advantage weighs several rewards itself where it takes them apart."""
     if weights is None or not takes_several(objective):
         return objective
-    advantage = getattr(objective, "advantage", None)
+    advantage: Any = getattr(objective, "advantage", None)
     own = getattr(advantage, "keywords", {}).get("weights")
     if own is not None or "weights" not in inspect.signature(advantage or len).parameters:
         raise OptionError(

@@ -9,40 +9,22 @@ sampling, a `collect` of one's own).
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from grpo_jax.objectives import Objective, batch_loss, diagnostics, objective_at
+from grpo_jax.objectives import (
+    Objective,
+    batch_loss,
+    diagnostics,
+    gradient_at_zero_advantage,
+    objective_at,
+)
 from grpo_jax.parallel.backends import SINGLE, Devices
 from grpo_jax.training.packing import packed_size, packed_sizes
 from grpo_jax.types import Array, Batch, Mean, Sample
-
-
-@cache
-def zero_advantage_is_inert(objective: Objective) -> bool:
-    """Whether a completion of advantage 0 has no gradient: no KL term, no entropy bonus, no values.
-
-    Found by differentiating the loss of such a completion in everything that depends on the
-    parameters.
-    """
-    bound = objective_at(objective)
-    x = lambda seed: jnp.sin(jnp.arange(6.0) + seed)[None, None]
-    own = ("adv", "stopped", "age", "mask_T")
-    fixed = {name: x(i) for i, name in enumerate(Sample._fields) if name not in own}
-    fixed["stopped"] = jnp.ones((1, 1), bool)
-    fixed["age"] = jnp.zeros((1, 1), jnp.int32)
-    fixed["group_tokens"] = jnp.full((1, 1), 6, jnp.int32)
-    fixed = Sample(mask_T=jnp.ones((1, 1, 6), bool), adv=jnp.zeros((1, 1)), **fixed)
-
-    def total(logp, entropy, value):
-        return batch_loss(bound, logp, fixed._replace(entropy_T=entropy, value_T=value)).total
-
-    gradients = jax.grad(total, argnums=(0, 1, 2))(x(0.3) - 2, x(0.7) + 2, x(0.9))
-    return not any(np.any(np.asarray(g) != 0) for g in gradients)
 
 
 def drop_zero_variance_groups(
@@ -58,9 +40,9 @@ def drop_zero_variance_groups(
     `devices`; the weight that the dropped groups have in the loss's normaliser stays, in
     `Batch.rest`, so that the gradient is that of the whole batch. Their diagnostics are those at
     π_old. A packed batch is packed anew. Returns the batch as it is where nothing can be dropped
-    (see `zero_advantage_is_inert`). `state` is that of an objective that has one.
+    (see `objectives.gradient_at_zero_advantage`). `state` is that of an objective that has one.
     """
-    if not zero_advantage_is_inert(objective):
+    if gradient_at_zero_advantage(objective):
         return batch
     counted = _count(devices)(batch.samples.adv, batch.samples.mask_T)
     busy_P, tokens_P = map(np.asarray, counted)
@@ -85,7 +67,7 @@ def smaller_shapes(
     state: Any = None,
 ) -> list[Batch]:
     """All that `drop_zero_variance_groups` may make of a batch of shapes, itself included."""
-    if not zero_advantage_is_inert(objective):
+    if gradient_at_zero_advantage(objective):
         return [batch]
     _count(devices)(batch.samples.adv, batch.samples.mask_T)
     P, *group = batch.samples.mask_T.shape

@@ -227,7 +227,7 @@ def test_bfloat16_files_are_read_exactly_and_dtype_is_obeyed(tmp_path):
     assert model.config.dtype == "bfloat16"
     assert {leaf.dtype for leaf in jax.tree.leaves(half)} == {jnp.dtype("bfloat16")}
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype("float32")), params, half)
-    with pytest.raises(OptionError, match="params must be one of .*, got 'int8'"):
+    with pytest.raises(OptionError, match=r"params must be one of .*, got 'int8'"):
         load_pretrained(tmp_path, precision=Precision("int8"))
 
 

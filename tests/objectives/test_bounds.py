@@ -170,11 +170,12 @@ REWARDS = {
     "usual": [0.9, 0.7, 0.4, nan],
     "small": [2e-5, 0.0, 1e-5, 3e-5],
 }
+AS_TORCH = {"ddof": 1, "eps": 1e-4}
 ADVANTAGES = {
     "standardize": (standardize, oracle.standardize),
-    "ddof, eps": (functools.partial(standardize, ddof=1, eps=1e-4), functools.partial(oracle.standardize, ddof=1, eps=1e-4)),
+    "ddof, eps": (functools.partial(standardize, **AS_TORCH), functools.partial(oracle.standardize, **AS_TORCH)),
     "over_mean": (over_mean, oracle.over_mean),
-}  # fmt: skip
+}
 
 
 def as_float32(rewards):
@@ -225,10 +226,9 @@ def test_tokens_of_any_size_are_whitened_and_baselines_weighed():
     expected = batches.pad(oracle.whiten_tokens(adv, oracle.known(lists)))
     np.testing.assert_allclose(whitened.adv, expected, rtol=1e-4, atol=1e-5)
     huge = samples._replace(reward_T=1e37 * samples.reward_T)
-    expected = [
-        oracle.length_weighted([1e37 * sum(x for x in row if not math.isnan(x)) if not math.isnan(row[-1]) else nan for row in rows],
-                               list(map(len, rows))) for rows in lists["steps"]
-    ]  # fmt: skip
+    totals = [[1e37 * np.nansum(row) if not math.isnan(row[-1]) else nan for row in rows] for rows in lists["steps"]]
+    lengths = [list(map(len, rows)) for rows in lists["steps"]]
+    expected = [oracle.length_weighted(*group) for group in zip(totals, lengths, strict=True)]
     np.testing.assert_allclose(length_weighted_baseline(huge).adv, expected, rtol=1e-4, atol=1e32)
 
 

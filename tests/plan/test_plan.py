@@ -236,6 +236,7 @@ def test_what_stays_beside_a_program():
     critic = kinds(listing(objective="ppo", objective_args=("beta=0.0",)))
     both = bytes_per_device(critic["step"].program.args[0][1])
     assert both > 2 * state
+    assert critic["values"].sizes == critic["step"].sizes
     assert critic["values"].resident_bytes < both - params < critic["assemble"].resident_bytes
 
 
@@ -364,7 +365,7 @@ def test_figures_hold_what_is_promised_and_print():
     assert not told["fits"]
     assert json.loads(json.dumps(told)) == told
     assert json.loads(json.dumps(figures(planned(listed_only))))["flops"] is None
-    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))
     show(made, console)
     text = console.export_text()
     assert "64 prompts of 512 tokens × 8 completions of 64, 1 × 1" in text

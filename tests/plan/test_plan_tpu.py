@@ -71,7 +71,6 @@ def test_a_small_model_for_four_chips(folder, capsys, optimized):
     assert 3 * once < told["flops"] - blocks < 4.2 * once
     # What the sampler needs of the state stays in memory beside it, and the reference too.
     assert compiled["sampler"]["resident_bytes"] == pytest.approx(state * 4 / 3, rel=0.02)
-    # Its slots become fewer as completions end; if none does, the first loop makes every step.
     assert programs["sampler"]["options"]["generation"]["compactions"] == 3
 
 
@@ -122,8 +121,8 @@ def test_slots_hold_fewer_caches_for_more_steps(folder, optimized):
     whole, few = (make_plan(config, only=("sampler",)).largest("sampler") for config in plans)
     cache = 2 * SMALL.num_hidden_layers * 4 * SMALL.num_key_value_heads * SMALL.head_dim * T  # of one completion
     assert whole.temp_bytes - few.temp_bytes > 0.9 * 6 * prompts / 4 * cache
-    assert list(whole.counts.loops.values()) == [T - 1]
-    assert list(few.counts.loops.values()) == [4 * (T - 1)]
+    assert max(whole.counts.loops.values()) == T - 1
+    assert max(few.counts.loops.values()) == 4 * (T - 1)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +142,9 @@ def test_a_token_reads_the_weights_and_the_caches(topology, mesh, compactions, f
     config = PlanConfig.of(model=folder(WIDE), prompt_length=16, param_dtype="bfloat16", **ONE_SIZE | sizes)
     made = make_plan(config, only=("sampler",))
     ((listed, sampler),) = made.compiled
-    assert sorted(sampler.counts.loops.values()) == [0] * compactions + [T - 1]
+    trips = list(sampler.counts.loops.values())
+    assert trips.count(T - 1) == 1, "the first loop makes every step"
+    assert trips.count(0) == compactions, "and those of fewer slots none"
 
     ways, width = config.mesh_sizes["tensor"], 2  # bytes of a bfloat16
     c = WIDE

@@ -87,7 +87,7 @@ def test_every_activation_has_the_type_that_is_computed_in(mixed, tiny_params, p
     """An uncast scale or bias would promote the whole residual stream to float32."""
     seen = []
 
-    def attention(q, k, v, mask, *, T):  # noqa: ARG001
+    def attention(q, k, v, mask, *, T):
         seen.extend((q.dtype, k.dtype, v.dtype))
         return q
 

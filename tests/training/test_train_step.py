@@ -22,6 +22,7 @@ from grpo_jax.objectives import (
     compose,
     dapo,
     entropy_bonus,
+    gradient_at_zero_advantage,
     grpo,
     per_token,
     reads,
@@ -34,7 +35,7 @@ from grpo_jax.training.batch import assemble, infer_logp
 from grpo_jax.training.optimizers import adamw
 from grpo_jax.training.packing import FRACTIONS, pack
 from grpo_jax.training.train_step import cut, init_state, make_train_step
-from grpo_jax.training.zero_variance import drop_zero_variance_groups, zero_advantage_is_inert
+from grpo_jax.training.zero_variance import drop_zero_variance_groups
 from grpo_jax.types import Mean, Rollout, Sample
 
 from conftest import TINY, ragged
@@ -539,9 +540,9 @@ def test_groups_stay_where_they_have_a_gradient(batch):
     data = assembled(objective, (rollout, jnp.zeros_like(reward), ref))
     assert drop_zero_variance_groups(objective, data, (1, 2)) is data
     inert = {
-        name: zero_advantage_is_inert(PRESETS[name](**OPTIONS.get(name, {})))
+        name: not gradient_at_zero_advantage(PRESETS[name](**OPTIONS.get(name, {})))
         for name in ("dapo", "dr_grpo", "gspo", "ppo", "grpo")
     }
     assert inert == {"dapo": True, "dr_grpo": True, "gspo": True, "ppo": False, "grpo": False}
-    assert zero_advantage_is_inert(grpo(beta=0.0))
-    assert not zero_advantage_is_inert(entropy_bonus(dapo(), coef=0.01))
+    assert not gradient_at_zero_advantage(grpo(beta=0.0))
+    assert gradient_at_zero_advantage(entropy_bonus(dapo(), coef=0.01))
