@@ -103,7 +103,7 @@ class TrainConfig:
     template_date: str | None = None
     """The day that the chat template is told, as YYYY-MM-DD; None: that of the run's start."""
     param_dtype: str = "float32"
-    """The type of the parameters that are trained: float32 or bfloat16, in which they hardly move."""
+    """The type of the parameters: float32, or bfloat16, in which they hardly move."""
     compute_dtype: str | None = None
     """The type of activations and products: float32 or bfloat16; None: that of the parameters."""
     moment_dtype: str = "float32"

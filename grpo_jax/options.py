@@ -19,7 +19,7 @@ SCHEDULES = ("constant", "linear", "cosine")
 
 
 class OptionError(ValueError):
-    """An option has a value that it cannot have: `name` is the option, `text` says what is wrong."""
+    """An option has an impossible value: `name` is the option, `text` says what is wrong."""
 
     def __init__(self, name: str, text: str):
         super().__init__(f"{name} {text}")
@@ -104,7 +104,7 @@ class Update(NamedTuple):
     group_microbatches: int = 1
     """Parts that each group is cut into, to save memory."""
     old_logp: str = "auto"
-    """Which log-probabilities are π_old: "sampler", "first_epoch", or "auto", the exact one of them."""
+    """The log-probabilities that are π_old: "sampler", "first_epoch", or "auto", the exact one."""
     logit_chunk: int | None = None
     """Tokens that are projected on the vocabulary at a time; None: what memory allows."""
 
@@ -127,7 +127,7 @@ class Batching(NamedTuple):
     prompt_length: int | None = None
     """Tokens that prompts are padded to; None: as many as the task's longest prompt has."""
     length_buckets: int = 4
-    """Completion lengths that an update is compiled for; a batch is cut to the smallest that fits."""
+    """Completion lengths that an update is compiled for; a batch takes the smallest that fits."""
     pack_tokens: bool = False
     """An update computes the real tokens of each group and not the padding between them."""
     drop_zero_variance: bool = False
@@ -152,7 +152,7 @@ class Scoring(NamedTuple):
     """A reward that raises ends the run ("raise"), or its completion is not scored ("skip")."""
 
     def check(self, functions: int | None = None) -> "Scoring":
-        """Returns itself, or raises an `OptionError`; `functions` is the number of rewards, if known."""
+        """Returns itself, or raises an `OptionError`; `functions` is the number of rewards."""
         if self.on_error not in ON_ERROR:
             raise OptionError("on_error", f"must be one of {ON_ERROR}, got {self.on_error!r}")
         if self.weights is None:
@@ -176,7 +176,7 @@ class Precision(NamedTuple):
     params: str = "float32"
     """The type of the parameters that are trained, and of a moving reference."""
     compute: str | None = None
-    """The type of activations and of the matrices they are multiplied with; None: that of params."""
+    """The type of activations and of what they are multiplied with; None: that of params."""
     moments: str = "float32"
     """The type of the optimiser's first moment; the second is float32."""
 
@@ -210,7 +210,7 @@ class AdamW(NamedTuple):
     learning_rate: float = 1e-6
     """The peak of the learning rate."""
     schedule: str = "constant"
-    """How the rate goes on after its warm-up: constant, linear or cosine (to 0 at the last update)."""
+    """How the rate goes on after its warm-up: constant, linear or cosine (down to 0)."""
     lr_warmup: int = 0
     """Updates over which the learning rate grows to its peak."""
     weight_decay: float = 0.0
@@ -261,7 +261,7 @@ def whole(name: str, value: Any, least: int, *, or_none: bool = False) -> None:
 
 
 def number(name: str, value: Any, least: float, *, infinite: bool = False) -> None:
-    """Raises an `OptionError` unless the value is a number of at least `least`; finite, by default."""
+    """Raises an `OptionError` unless the value is a number of at least `least`."""
     fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
     if not fits or (math.isinf(value) and not infinite):
         finite = "" if infinite else "finite "

@@ -115,7 +115,7 @@ class Sample(NamedTuple):
 class Batch(NamedTuple):
     """A rollout and its samples; every leaf has the leading axes P, G (prompts: P).
 
-    `rest`, made by `training.zero_variance.drop_zero_variance_groups`, holds the loss and the diagnostics of
+    `rest`, made by `training.zero_variance`, holds the loss and the diagnostics of
     groups that are not here because they have no gradient: named `Mean`s that are added to those of
     the batch.
     """

@@ -30,7 +30,7 @@ class Critic(NamedTuple):
 
     ```
     init(key, policy_params)                   -> params
-    values(params, prompts, tokens_PGT)        -> value_PGT    of the state before each completion token
+    values(params, prompts, tokens_PGT)  -> value_PGT   of the state before each token
     ```
     """
 

@@ -79,7 +79,7 @@ def generate(
       prompts: left-padded ids, one row a prompt.
       key: the root of all noise; a token's depends on it and on the indices of prompt, completion
         and token alone.
-      first_prompt: the index of the first prompt in the whole batch, for a caller with a part of it.
+      first_prompt: the index of the first prompt in the whole batch.
       generation: how many completions of which length, from which distribution.
       stop_ids: the ids that end a completion.
       pad_id: the id that fills what follows.

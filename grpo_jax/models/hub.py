@@ -76,7 +76,7 @@ def load_pretrained(
 
     The folder holds config.json and model.safetensors, or the shards that
     model.safetensors.index.json lists; weights are converted to `precision.params`; `remat` is that
-    of `decoder`. Raises FileNotFoundError for what is missing on disk, ValueError for an architecture
+    of `decoder`. Raises FileNotFoundError for what is missing on disk, ValueError for a model
     that the decoder does not compute exactly and for tensors that do not match it, naming the field
     or the tensor.
     """
@@ -147,7 +147,8 @@ def find_folder(path_or_id: str | Path, patterns: tuple[str, ...]) -> Path:
         return Path(snapshot_download(str(path_or_id), allow_patterns=list(patterns)))
     except OSError as error:  # what huggingface_hub raises, offline and for an unknown id
         raise FileNotFoundError(
-            f"{path_or_id!s} is not a folder here, and the Hub did not give it: expected {wanted}. The Hub: {error}"
+            f"{path_or_id!s} is not a folder here, and the Hub did not give it: expected {wanted}. "
+            f"The Hub: {error}"
         ) from error
 
 
@@ -212,8 +213,9 @@ def _rope_from_hf(settings: dict[str, Any]) -> tuple[float, tuple | None]:
 
 def config_to_hf(config: DecoderConfig, dtype: str) -> dict[str, Any]:
     """The config.json of LlamaForCausalLM, in the form that transformers 4 and 5 both read."""
-    fields = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads"
-    fields += " head_dim rms_norm_eps rope_theta tie_word_embeddings attention_bias max_position_embeddings"
+    fields = "vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads"
+    fields += " num_key_value_heads head_dim rms_norm_eps rope_theta tie_word_embeddings"
+    fields += " attention_bias max_position_embeddings"
     scaling = config.rope_scaling
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -294,7 +296,8 @@ def _refuse_leftovers(config: DecoderConfig, params: Params, tensors: dict[str, 
         head_VD = _take(tensors, NAMES["head"], params["embed"].shape)
         if not np.array_equal(head_VD.astype(config.stored_dtype), np.asarray(params["embed"])):
             raise ValueError(
-                f"tensor {NAMES['head']} differs from {NAMES['embed']}, though tie_word_embeddings is true"
+                f"tensor {NAMES['head']} differs from {NAMES['embed']}, though tie_word_embeddings "
+                "is true"
             )
     if config.attention_bias:
         for layer in range(config.num_hidden_layers):

@@ -63,13 +63,13 @@ class Devices(NamedTuple):
     put(kind, tree)          -> tree       what every process holds whole, laid out
     local_rows(rows)               -> index_R    which of so many rows are on this process's devices
     owned_rows(rows)                -> index_R    those of them that no process before it holds
-    put_rows(tree)           -> tree       the rows that this process holds, joined with those of the others
+    put_rows(tree)           -> tree       this process's rows, joined with the others'
     fetch(tree)              -> tree       the rows that this process holds, as NumPy arrays
     for_decoding(params)     -> params     from the layout of training to the sampler's
     moved_bytes(params)      -> int        what the busiest device receives in that
-    for_training(model)      -> model      one that gathers a layer's weights when it is computed; see `models.fused`
-    per_prompt(function, inputs, outputs, donate=())   -> program   of a function that treats prompts one by one
-    whole_batch(function, inputs, outputs, donate=())  -> program   of a function that sees all prompts at once
+    for_training(model)      -> model      gathers a layer when it is computed; fused attention
+    per_prompt(function, inputs, outputs, donate=())   -> program   prompts one by one
+    whole_batch(function, inputs, outputs, donate=())  -> program   all prompts at once
     ```
 
     `inputs` names the kind of every argument; `outputs` that of the result, or of each of several.

@@ -59,8 +59,8 @@ def parse(where: str) -> tuple[str, int, int]:
     found = re.fullmatch(r"([^,\s]+:\d+),(\d+),(\d+)", where)
     if not found or not int(found[3]) < int(found[2]):
         raise ValueError(
-            "--distributed is auto, or HOST:PORT,PROCESSES,INDEX with an index below the number of processes, such as "
-            f"10.0.0.1:1234,4,0; got {where!r}"
+            "--distributed is auto, or HOST:PORT,PROCESSES,INDEX with an index below the number of "
+            f"processes, such as 10.0.0.1:1234,4,0; got {where!r}"
         )
     return found[1], int(found[2]), int(found[3])
 
@@ -146,8 +146,9 @@ def abort_process(error: BaseException) -> None:
     """
     traceback.print_exception(error)
     print(
-        f"process {jax.process_index()} of {jax.process_count()} ends here. If the error is one of communication, "
-        "another process has ended before: see its output. Continue with --resume RUN.",
+        f"process {jax.process_index()} of {jax.process_count()} ends here. If the error is one of "
+        "communication, another process has ended before: see its output. Continue with "
+        "--resume RUN.",
         file=sys.stderr,
         flush=True,
     )

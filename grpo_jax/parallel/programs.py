@@ -110,7 +110,7 @@ def lower(function: Callable, *args, platforms: tuple[str, ...] = (), **rows) ->
 
 
 def identity_of(function: Callable) -> Any:
-    """What makes partials of one function with equal arguments the same program; None for others."""
+    """What makes equal partials of one function the same program; None for other functions."""
     if not isinstance(function, partial):
         return None
     return function.func, function.args, tuple(sorted(function.keywords.items()))

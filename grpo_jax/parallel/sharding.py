@@ -52,7 +52,8 @@ DECODE_RULES: dict[str, dict[str, str | tuple[str, ...] | None]] = {
     )  # within the part that tensor gave before
     | {"unknown": ("fsdp", "tensor")},
 }
-SMALL = 1024  # entries up to which an array without named axes is replicated: splitting it would save nothing
+# Entries up to which an array without named axes is replicated: splitting it would save nothing.
+SMALL = 1024
 
 
 def make_mesh(
@@ -241,8 +242,8 @@ def batch_shardings(mesh: Mesh, batch: Any, rules: dict = RULES) -> Any:
         if shape and shape[0] % _ways(mesh, rule):
             spread = " × ".join(f"{axis} {mesh.shape[axis]}" for axis in _tuple(rule))
             raise ValueError(
-                f"{shape[0]} prompts cannot be spread evenly over {spread}: the number of prompts must be a multiple "
-                f"of {_ways(mesh, rule)}"
+                f"{shape[0]} prompts cannot be spread evenly over {spread}: their number must be a "
+                f"multiple of {_ways(mesh, rule)}"
             )
         return NamedSharding(mesh, PartitionSpec(rule)) if shape else replicated(mesh)
 

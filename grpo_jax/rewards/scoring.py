@@ -274,12 +274,14 @@ def _group_size(rows, prompts, completions_PG, columns_PG) -> int:
     sizes = {len(completions) for completions in completions_PG}
     if len(sizes) != 1 or 0 in sizes:
         raise ValueError(
-            f"every group must have the same number of completions, at least one; got {sorted(sizes)}"
+            "every group must have the same number of completions, at least one; "
+            f"got {sorted(sizes)}"
         )
     for name, column in columns_PG.items():
         if len(column) != len(rows) or {len(values) for values in column} != sizes:
             raise ValueError(
-                f"column {name!r} must have one value for each of {len(rows)} × {min(sizes)} completions"
+                f"column {name!r} must have one value for each of {len(rows)} × {min(sizes)} "
+                "completions"
             )
     return sizes.pop()
 
@@ -323,7 +325,8 @@ def _checked(outcome: Any, completion: str) -> tuple[float, Steps | None]:
             )
         if not previous < step[0] <= len(completion):
             raise ValueError(
-                f"step ends must grow within 1 … {len(completion)} characters, got {step[0]} after {previous}"
+                f"step ends must grow within 1 … {len(completion)} characters, got {step[0]} "
+                f"after {previous}"
             )
         previous = int(step[0])
         steps.append((previous, _number(step[1])))

@@ -190,7 +190,7 @@ def start_policy(config: TrainConfig, components: Components, screen: Screen) ->
 
 
 def until_loss(updates: Iterator[tuple[Any, dict]], target: float) -> Iterator[tuple[Any, dict]]:
-    """The updates up to the first at which the mean of the last eight losses is at most `target`."""
+    """The updates until the mean of the last eight losses is at most `target`."""
     losses: deque[float] = deque(maxlen=8)
     for state, metrics in updates:
         yield state, metrics

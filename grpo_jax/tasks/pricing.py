@@ -17,12 +17,12 @@ from grpo_jax.tasks.task import Message, Row, Task
 
 # fmt: off
 VEHICLES = (
-    "bike", "trike", "tandem", "scooter", "cruiser", "hybrid", "e-bike", "BMX", "unicycle", "handbike", "trailer",
-    "wagon", "kart", "rickshaw", "moped", "skateboard", "surrey", "sidecar", "quad", "kickbike",
+    "bike", "trike", "tandem", "scooter", "cruiser", "hybrid", "e-bike", "BMX", "unicycle",
+    "handbike", "trailer", "wagon", "kart", "rickshaw", "moped", "skateboard", "surrey", "sidecar", "quad", "kickbike",
 )
 NAMES = (
-    "Ana", "Ben", "Chloe", "Dev", "Elif", "Femi", "Grace", "Hugo", "Ines", "Jun", "Kofi", "Lena", "Mateo", "Nadia",
-    "Omar", "Priya", "Rosa", "Sven", "Tariq", "Yuki",
+    "Ana", "Ben", "Chloe", "Dev", "Elif", "Femi", "Grace", "Hugo", "Ines", "Jun", "Kofi", "Lena",
+    "Mateo", "Nadia", "Omar", "Priya", "Rosa", "Sven", "Tariq", "Yuki",
 )
 # fmt: on
 
@@ -138,13 +138,14 @@ def pricing(
         raise ValueError(f"seed must not be negative, got {seed}")
     if train_size < 1 or held_out_size < 0:
         raise ValueError(
-            f"train_size must be at least 1 and held_out_size 0, got {train_size} and {held_out_size}"
+            "train_size must be at least 1 and held_out_size 0, got "
+            f"{train_size} and {held_out_size}"
         )
     size = train_size + held_out_size
     if size > capacity(level):
         raise ValueError(
-            f"level {level} has {capacity(level)} distinct problems, fewer than the {size} asked for "
-            f"(train_size {train_size} + held_out_size {held_out_size})"
+            f"level {level} has {capacity(level)} distinct problems, fewer than the {size} asked "
+            f"for (train_size {train_size} + held_out_size {held_out_size})"
         )
     problems = _problems(level, size, Random(10 * seed + level))
     words = Random(10 * seed)

@@ -13,7 +13,7 @@ class Task(NamedTuple):
     """Rows to train on, rows never trained on, and functions of a row.
 
     `prompt(row)` is a chat as messages, `reward` a function of strings that is called by its
-    signature, `target(row)` a right completion, for a supervised warm-up.
+    signature, `target(row)` a right completion, for supervised fine-tuning.
     """
 
     name: str

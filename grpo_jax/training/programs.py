@@ -1,4 +1,4 @@
-"""Every program that a run may run, found before it runs by going through an iteration on shapes."""
+"""Every program that a run may run, found by going through an iteration on shapes."""
 
 from collections.abc import Callable
 

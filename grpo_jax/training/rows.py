@@ -1,8 +1,8 @@
 """Which rows of a task come when: an endless sequence of shuffled epochs, and a place in it.
 
-The order is a function of the seed alone, the place is a part of `RunState.data`, so that a run that
-is continued takes the rows that it would have taken. Left out on purpose: orders that depend on
-what has been learnt; a `prompts` stage of one's own may have them.
+The order is a function of the seed alone, the place is a part of `RunState.data`, so that a run
+that is continued takes the rows that it would have taken. Left out on purpose: orders that depend
+on what has been learnt; a `prompts` stage of one's own may have them.
 """
 
 import jax

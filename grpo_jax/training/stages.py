@@ -135,7 +135,7 @@ def make_stages(
       model: pure functions of one sequence.
       task: rows, a prompt for each, and the reward.
       tokenizer: between messages, ids and text.
-      objective: advantage and loss; what it reads is found by tracing it, and only that is computed.
+      objective: advantage and loss; what it reads is found by tracing, and only that is computed.
       optimizer: an Optax transformation.
       seed: of everything random.
       generation: how many completions of which length, from which distribution.
@@ -351,7 +351,7 @@ def update_stage(
     critic: Critic | None,
     devices: Devices,
 ) -> Callable:
-    """`Stages.update`: an update of a whole batch or a smaller one, in micro-batches of one size."""
+    """`Stages.update`: of a whole batch or a smaller one, in micro-batches of one size."""
 
     @cache
     def program(microbatches: int) -> Callable:

@@ -197,6 +197,7 @@ def test_killed_and_resumed_equals_uninterrupted(whole):
     assert process.returncode == 0, output
     assert "Held-out accuracy" in output
     same_run(killed, whole)
+    chex.assert_trees_all_equal(state_of(killed)[0].reference, state_of(killed, 0)[0].train.params)
     clock = [row["seconds/update"] for row in read_lines(killed / "timings.jsonl")]
     assert json.loads((killed / "summary.json").read_text())["seconds"] > sum(clock), "of all starts together"
     more = sorted({path.name for path in (folder / "cache").iterdir()} - programs)
@@ -363,7 +364,6 @@ def test_a_run_is_what_train_gives_for_its_options(tmp_path):
         {"ref_every": 2, "pack_tokens": True, "drop_zero_variance": True},
         {"objective": "reinforce_baseline"},
         {"objective": "ppo", "objective_args": ("beta=0.1",)},
-        {},
     ],
     ids=str,
 )
