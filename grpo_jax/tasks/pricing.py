@@ -18,11 +18,12 @@ from grpo_jax.tasks.task import Message, Row, Task
 # fmt: off
 VEHICLES = (
     "bike", "trike", "tandem", "scooter", "cruiser", "hybrid", "e-bike", "BMX", "unicycle",
-    "handbike", "trailer", "wagon", "kart", "rickshaw", "moped", "skateboard", "surrey", "sidecar", "quad", "kickbike",
+    "handbike", "trailer", "wagon", "kart", "rickshaw", "moped", "skateboard", "surrey",
+    "sidecar", "quad", "kickbike",
 )
 NAMES = (
-    "Ana", "Ben", "Chloe", "Dev", "Elif", "Femi", "Grace", "Hugo", "Ines", "Jun", "Kofi", "Lena",
-    "Mateo", "Nadia", "Omar", "Priya", "Rosa", "Sven", "Tariq", "Yuki",
+    "Ana", "Ben", "Chloe", "Dev", "Elif", "Femi", "Grace", "Hugo", "Ines", "Jun", "Kofi",
+    "Lena", "Mateo", "Nadia", "Omar", "Priya", "Rosa", "Sven", "Tariq", "Yuki",
 )
 # fmt: on
 
