@@ -1,5 +1,6 @@
 """What a training loop refuses: before it starts, and where the sampler is not what it trains."""
 
+import warnings
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from grpo_jax.objectives import (
     has_ratio_to_old,
     reads,
 )
-from grpo_jax.options import OptionError, Precision, Scoring, Update, instance, whole
+from grpo_jax.options import Generation, OptionError, Precision, Scoring, Update, instance, whole
 from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
 from grpo_jax.types import RunState
@@ -110,6 +111,13 @@ def check_staleness(
             f"max_staleness={max_staleness} needs an objective with a ratio to the policy that "
             f"sampled, which corrects for its age; with old_logp={old_logp!r} the gradient of this "
             "one does not depend on it"
+        )
+
+
+def warn_group_of_one(generation: Generation) -> None:
+    if generation.group_size == 1:
+        warnings.warn(
+            "group_size=1: a group of one has no spread, its advantage is 0", stacklevel=3
         )
 
 

@@ -57,6 +57,7 @@ from grpo_jax.training.checks import (
     check_model,
     check_sampler,
     check_task,
+    warn_group_of_one,
 )
 from grpo_jax.training.packing import pack, packed_shapes
 from grpo_jax.training.rows import next_prompts, prompt_width
@@ -150,6 +151,7 @@ def make_stages(
       ValueError: the task has no rows, or the objective reads values and there is no critic.
     """
     generation.check().sampling.check_training()
+    warn_group_of_one(generation)
     check_cuts(generation, update.check(), batching.check(), devices.parts)
     check_task(task, objective, scoring, critic)
     check_epochs(update, objective)
