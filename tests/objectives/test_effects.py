@@ -341,6 +341,7 @@ def test_no_term_for_some_completions_is_overlooked(objective, found):
         (truncated_is(grpo()), True, True, True, True),
         (from_sampler(grpo()), True, True, True, True),
         (tv_mask(rloo(), delta=0.1), True, False, True, False),
+        (drop_off_policy(rloo(), delta=0.05), True, True, True, False),
         (gdpo(), True, False, True, True),
         (AdaptiveObjective(lambda: 0.0, lambda beta: grpo(beta=beta), None), True, False, True, True),
     ],
