@@ -1,9 +1,12 @@
 """What a training loop refuses: before it starts, and where the sampler is not what it trains."""
 
 import warnings
+from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from grpo_jax.inference.critic import Critic
 from grpo_jax.inference.tokenizer import Tokenizer
@@ -11,11 +14,14 @@ from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import (
     AdaptiveObjective,
     Objective,
+    batch_loss,
     check_objective,
     corrects_for_sampler,
     has_ratio_to_old,
+    objective_at,
     reads,
 )
+from grpo_jax.objectives.effects import generic_batch
 from grpo_jax.options import Generation, OptionError, Precision, Scoring, Update, instance, whole
 from grpo_jax.rewards import reward_functions
 from grpo_jax.tasks import Task
@@ -152,6 +158,45 @@ def sampler_limit(config: Any) -> tuple[float, str]:
     if dtype == "float32" and not exact:
         rounded = ROUNDED.get(jax.default_backend(), dtype)
     return LIMITS.get(rounded, LIMITS["float32"]), dtype
+
+
+@cache
+def clip_range(objective: Objective | AdaptiveObjective) -> float | None:
+    """The smallest |log π/π_old| at which a token has no gradient although its advantage is not 0.
+
+    Found by differentiating the loss of single tokens; None: no ratio up to e is clipped.
+    """
+    log_ratio_P = np.geomspace(1e-4, 1.0, 60)
+    logp_PGT, samples = generic_batch(len(log_ratio_P), 4, 1)
+    sign_G = np.array(
+        [1.0, 1.0, -1.0, -1.0]
+    )  # both advantages, each with a ratio above and below 1
+    side_G = np.array([1.0, -1.0, 1.0, -1.0])
+    old = logp_PGT - (log_ratio_P[:, None] * side_G)[..., None]
+    samples = samples._replace(
+        old_logp_T=old,
+        sampler_logp_T=old,
+        ref_logp_T=logp_PGT,  # a KL that is 0 has no gradient
+        weight_T=jnp.ones_like(logp_PGT),
+        adv=jnp.broadcast_to(sign_G, samples.adv.shape),
+        age=jnp.zeros_like(samples.age),
+    )
+    bound = objective_at(objective)
+    gradient_PGT = jax.grad(lambda x: batch_loss(bound, x, samples).total)(logp_PGT)
+    silent_P = (np.asarray(gradient_PGT) == 0).any((1, 2))
+    return float(log_ratio_P[silent_P].min()) if silent_P.any() else None
+
+
+def warn_beyond_clip(difference: float, objective: Objective | AdaptiveObjective) -> None:
+    """Warns where π_old is the sampler's and rounding alone is beyond what the loss clips."""
+    reach = clip_range(objective)
+    if reach is not None and difference > reach:
+        warnings.warn(
+            f"sampler and trainer differ by {difference:.2g} nats a token, and the loss clips "
+            f"beyond {reach:.2g}: tokens start outside the clip range before any update. Take "
+            "old_logp='auto' without staleness, or sample in a wider type.",
+            stacklevel=2,
+        )
 
 
 def check_sampler(metrics: dict[str, float], config: Any) -> None:

@@ -57,6 +57,7 @@ from grpo_jax.training.checks import (
     check_model,
     check_sampler,
     check_task,
+    warn_beyond_clip,
     warn_group_of_one,
 )
 from grpo_jax.training.packing import pack, packed_shapes
@@ -251,7 +252,7 @@ def inference_stage(
     model, objective, critic: Critic | None, sampling, update: Update, devices: Devices
 ) -> Callable:
     """`Stages.infer`: the fields of `Sample` that models compute and the objective reads."""
-    fields, before = reads(objective), reads_in_prepare(objective_at(objective))
+    fields, before = reads(objective), reads_in_prepare(objective)
     logp_of = partial(infer_logp, model, sampling=sampling, logit_chunk=update.logit_chunk)
     rows = ("rows", "rows")
     logp = devices.per_prompt(logp_of, ("state", "rows"), rows)
@@ -374,9 +375,11 @@ def update_stage(
         return program(microbatches)(train, batch, state)
 
     def updated(train: TrainState, weights: Weights, batch: Batch, state: Any = None):
-        train, found = of_any_size(train, weights, batch, state)
-        metrics = {name: float(value) for name, value in jax.device_get(found).items()}
+        train, values = of_any_size(train, weights, batch, state)
+        metrics = {name: float(value) for name, value in jax.device_get(values).items()}
         check_sampler(metrics, model.config)
+        if update.old_logp == "sampler" and (found := metrics.get("sampler_logp_diff")) is not None:
+            warn_beyond_clip(found, objective)
         if isinstance(objective, AdaptiveObjective):
             state = objective.step(state, metrics)
         return train, state, metrics

@@ -107,7 +107,7 @@ def make_train_step(
     """
     update.check()
     sampling.check_training()
-    fields = reads_in_loss(objective_at(objective))
+    fields = reads_in_loss(objective)
     if "value_T" in fields and critic is None:
         raise ValueError("the objective reads value_T: pass a critic, such as value_network(model)")
 
@@ -229,7 +229,7 @@ def part_loss(s: StepParts, params: Params, part: Batch, at: Moment):
 
 def own_old_logp(mode: str, objective: Objective | AdaptiveObjective) -> bool:
     """Whether π_old is the first epoch's own policy, also where a batch is not fresh."""
-    corrects = "sampler_logp_T" in reads_in_loss(objective_at(objective))
+    corrects = "sampler_logp_T" in reads_in_loss(objective)
     return mode == "first_epoch" or (mode == "auto" and corrects)
 
 
