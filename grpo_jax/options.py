@@ -49,9 +49,9 @@ class Sampling(NamedTuple):
         """Returns itself, or raises an `OptionError` for the first value out of its range."""
         number("temperature", self.temperature, 0)
         whole("top_k", self.top_k, 1, or_none=True)
-        if self.top_p is not None and not 0 < self.top_p <= 1:
+        if self.top_p is not None and not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise OptionError("top_p", f"must be in (0, 1] or None, got {self.top_p!r}")
-        if self.min_p is not None and not 0 <= self.min_p <= 1:
+        if self.min_p is not None and not (is_number(self.min_p) and 0 <= self.min_p <= 1):
             raise OptionError("min_p", f"must be in [0, 1] or None, got {self.min_p!r}")
         return self
 
@@ -225,7 +225,7 @@ class AdamW(NamedTuple):
             raise OptionError("schedule", f"must be one of {SCHEDULES}, got {self.schedule!r}")
         whole("lr_warmup", self.lr_warmup, 0)
         number("weight_decay", self.weight_decay, 0)
-        if not self.clip_norm > 0:
+        if not (is_number(self.clip_norm) and self.clip_norm > 0):
             problem = f"must be above 0, or inf for no clipping, got {self.clip_norm!r}"
             raise OptionError("clip_norm", problem)
         return self
@@ -262,10 +262,14 @@ def whole(name: str, value: Any, least: int, *, or_none: bool = False) -> None:
 
 def number(name: str, value: Any, least: float, *, infinite: bool = False) -> None:
     """Raises an `OptionError` unless the value is a number of at least `least`."""
-    fits = isinstance(value, int | float) and not isinstance(value, bool) and value >= least
-    if not fits or (math.isinf(value) and not infinite):
+    if not is_number(value) or not value >= least or (math.isinf(value) and not infinite):
         finite = "" if infinite else "finite "
         raise OptionError(name, f"must be a {finite}number of at least {least}, got {value!r}")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number and not a truth value."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def flag(name: str, value: Any) -> None:

@@ -28,7 +28,10 @@ def row_indices(position: int, size: int, count: int, seed: int) -> np.ndarray:
     """
     places = range(position, position + size)
     epochs = {place // count for place in places}
-    orders = {e: np.random.default_rng([seed, e]).permutation(count) for e in epochs}
+    # The epoch stands between the words of a long seed: NumPy ignores zeros at the end.
+    low, high = seed % 2**32, seed >> 32
+    words = [high] if high else []
+    orders = {e: np.random.default_rng([low, e, *words]).permutation(count) for e in epochs}
     return np.array([orders[p // count][p % count] for p in places], np.int32)
 
 
