@@ -8,6 +8,7 @@ that names it, because a shortened question is another question.
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -112,9 +113,10 @@ class HFTokenizer:
         pad_id = self.inner.pad_token_id
         self.pad_id = self.stop_ids[0] if pad_id is None else pad_id
         self._bos_id = _leading_bos(self.inner)
-        # A template that writes today's date would ask other questions on another day.
-        today = date or datetime.date.today()
-        self._template_args = {"strftime_now": today.strftime} | dict(template_args or {})
+        self._template_args = dict(template_args or {})
+        if isinstance(self.inner.chat_template, str):
+            today = date or datetime.date.today()
+            self.inner.chat_template = with_date(self.inner.chat_template, today)
         self.end_id = self._end_of_turn()
 
     def encode(self, text: str) -> list[int]:
@@ -175,6 +177,15 @@ class HFTokenizer:
                 pass
         own = self.inner.eos_token_id
         return own if own in self.stop_ids else self.stop_ids[0]
+
+
+def with_date(template: str, date: datetime.date) -> str:
+    """A chat template that is told a day: one that writes today's would ask otherwise tomorrow."""
+
+    def written(call: re.Match) -> str:
+        return repr(date.strftime(call["format"]))
+
+    return re.sub(r"strftime_now\(\s*(['\"])(?P<format>.*?)\1\s*\)", written, template)
 
 
 def load_tokenizer(

@@ -185,11 +185,20 @@ def weight_depends_on_policy(objective: Objective | AdaptiveObjective) -> bool:
     return closed.jaxpr.invars[0] in live_inputs(closed.jaxpr, outputs)
 
 
+MOST_REWARDS = 16  # up to which an advantage of several rewards is recognised
+
+
 def takes_several_rewards(advantage: Advantage) -> bool:
-    """Whether an advantage makes one of several rewards, reward_PNG → adv_PG."""
+    """Whether an advantage makes one of several rewards, reward_PNG → adv_PG.
+
+    Asked with several numbers of rewards: an advantage with weights takes as many as it has.
+    """
     batch = jax.vmap(advantage, axis_name=PROMPT_AXIS)
-    try:
-        out = jax.eval_shape(batch, jax.ShapeDtypeStruct((2, 3, 4), jnp.float32))
-    except Exception:  # it takes one reward, and says so in its own way
-        return False
-    return getattr(out, "shape", None) == (2, 4)
+    for count in range(2, MOST_REWARDS + 1):
+        try:
+            out = jax.eval_shape(batch, jax.ShapeDtypeStruct((2, count, 4), jnp.float32))
+        except Exception:  # it takes another number, or one reward, and says so in its own way
+            continue
+        if getattr(out, "shape", None) == (2, 4):
+            return True
+    return False

@@ -31,11 +31,11 @@ from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.objectives import (
     AdaptiveObjective,
     Objective,
-    batch_advantages,
     objective_at,
     reads,
     reads_in_prepare,
 )
+from grpo_jax.objectives.tracing import takes_several_rewards
 from grpo_jax.options import Batching, Generation, OptionError, Scoring, Update, check_cuts
 from grpo_jax.parallel.backends import SINGLE, Devices
 from grpo_jax.tasks import Task
@@ -405,14 +405,10 @@ def with_reward_weights(
     return objective._replace(advantage=partial(advantage, weights=tuple(weights)))
 
 
+@cache
 def takes_several(objective: Objective | AdaptiveObjective) -> bool:
     """Whether the objective's advantage takes several rewards apart (reward_NG), not their sum."""
-    rewards = jax.ShapeDtypeStruct((2, 2, 3), jnp.float32)
-    advantages = partial(batch_advantages, objective_at(objective))
-    try:
-        return jax.eval_shape(advantages, rewards).shape == (2, 3)
-    except (TypeError, ValueError, AssertionError):  # chex refuses the rank
-        return False
+    return takes_several_rewards(objective_at(objective).advantage)
 
 
 def logit_chunk_of(model: LanguageModel, devices: Devices) -> int:

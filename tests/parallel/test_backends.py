@@ -13,6 +13,8 @@ from grpo_jax.objectives import PRESETS
 from device_table import AHEAD, DROPPED, LAYOUTS, MICROBATCHES, MIXED, NORMALISERS, ROWS, RUNS, SAMPLED, WRONG
 
 CLOSE = 1e-6
+pytestmark = pytest.mark.slow  # minutes: `pytest -m slow` runs it
+
 HERE = Path(__file__).parents[1]
 
 

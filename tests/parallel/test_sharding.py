@@ -102,7 +102,7 @@ def test_batches_are_spread_over_data_and_fsdp():
     assert specs(batch_shardings(MESH, batch)) == {"tokens": PartitionSpec(("data", "fsdp")), "adv": PartitionSpec()}
     with pytest.raises(
         ValueError,
-        match=r"12 prompts cannot be spread evenly over data 2 × fsdp 4: the number of prompts must be a multiple of 8",
+        match=r"12 prompts cannot be spread evenly over data 2 × fsdp 4: their number must be a multiple of 8",
     ):
         batch_shardings(MESH, jnp.zeros((12, 2)))
 

@@ -66,7 +66,7 @@ def test_missing_column_is_named_with_those_there_are():
 def test_a_column_missing_from_one_row_raises_whatever_on_error_is(wrap):
     rows = [ROWS[0], {"level": 2}]
     with pytest.raises(ValueError, match="'answer'"):
-        score(wrap(right), rows, PROMPTS, COMPLETIONS, on_error="none")
+        score(wrap(right), rows, PROMPTS, COMPLETIONS, on_error="skip")
 
 
 def test_every_completion_has_its_own_reward():
@@ -136,7 +136,7 @@ def test_trl_style_conversations():
     assert score(fn, ROWS, PROMPTS, COMPLETIONS).reward_PG.tolist() == [[2, 1, 3], [1, 2, 0]]
 
 
-@pytest.mark.parametrize("on_error", ["raise", "none"])
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
@@ -165,7 +165,7 @@ def test_an_exception_raises_with_its_place():
 
 
 def test_an_exception_can_be_counted_as_none():
-    scores = score([length, fails_on_x], ROWS, PROMPTS, COMPLETIONS, on_error="none")
+    scores = score([length, fails_on_x], ROWS, PROMPTS, COMPLETIONS, on_error="skip")
     assert scores.failed_N.tolist() == [0, 1]
     assert np.isnan(scores.reward_PGN[..., 1]).tolist() == [[False, True, False], [False] * 3]
     assert scores.reward_PG[0].tolist() == [3, 1, 4]
@@ -175,7 +175,7 @@ def test_a_failing_batch_is_counted_whole():
     def reward(completion):
         raise TimeoutError("too slow")
 
-    assert score(batched(reward), ROWS, PROMPTS, COMPLETIONS, on_error="none").failed_N.tolist() == [6]
+    assert score(batched(reward), ROWS, PROMPTS, COMPLETIONS, on_error="skip").failed_N.tolist() == [6]
     with pytest.raises(RewardError, match="TimeoutError: too slow"):
         score(batched(reward), ROWS, PROMPTS, COMPLETIONS)
 
@@ -184,7 +184,7 @@ def test_a_failing_batch_is_counted_whole():
 def test_what_is_no_reward_is_an_error_or_counted(value):
     with pytest.raises(RewardError, match="a reward is"):
         score(lambda: value, ROWS, PROMPTS, COMPLETIONS)
-    scores = score(lambda: value, ROWS, PROMPTS, COMPLETIONS, on_error="none")
+    scores = score(lambda: value, ROWS, PROMPTS, COMPLETIONS, on_error="skip")
     assert scores.failed_N.tolist() == [6]
     assert np.isnan(scores.reward_PG).all()
 

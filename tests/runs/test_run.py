@@ -326,7 +326,7 @@ def test_a_run_is_what_train_gives_for_its_options(tmp_path):
     config = small(
         task="moody", task_args=("train_size=13",), steps=3, prompts_per_step=4, max_new_tokens=7, seed=11,
         temperature=0.9, top_k=200, top_p=0.95, min_p=1e-4, decode_slots=2, compactions=1, epochs=2, microbatches=2,
-        group_microbatches=2, old_logp="first_epoch", logit_chunk=5, prompt_length=20, length_buckets=2,
+        group_microbatches=2, old_logp="sampler", logit_chunk=5, prompt_length=20, length_buckets=2,
         pack_tokens=True, drop_zero_variance=True, weights=(0.5,), on_error="skip", learning_rate=0.03,
         schedule="cosine", lr_warmup=3, weight_decay=0.2, clip_norm=0.1, moment_dtype="bfloat16", max_staleness=1,
         ref_every=2, objective_args=("beta=0.3", "low=0.1"), log_completions=99,
@@ -339,7 +339,7 @@ def test_a_run_is_what_train_gives_for_its_options(tmp_path):
             0.03, total_updates=6, schedule="cosine", lr_warmup=3, weight_decay=0.2, clip_norm=0.1, moments="bfloat16"
         ),
         steps=3, seed=11, generation=Generation(4, 7, Sampling(0.9, 200, 0.95, 1e-4), 2, 1),
-        update=Update(2, 2, 2, "first_epoch", 5), batching=Batching(4, 20, 2, True, True),
+        update=Update(2, 2, 2, "sampler", 5), batching=Batching(4, 20, 2, True, True),
         scoring=Scoring((0.5,), "skip"), max_staleness=1, update_reference=partial(every, interval=2),
     )  # fmt: skip
     rows = read_lines(tmp_path / "run" / "metrics.jsonl")[1:]
