@@ -51,8 +51,24 @@ def build(config: TrainConfig) -> Components:
     length = config.batching.prompt_length or prompt_width(task, tokenizer)
     check_positions(model, length, config.generation.max_new_tokens)
     devices = devices_of(config, model)
+    remat = config.remat
     if isinstance(model.config, DecoderConfig):
         remat = remat_of(config, model, params, length, devices)
+    return put_together(config, model, params, tokenizer, task, length, devices, remat)
+
+
+def put_together(
+    config: TrainConfig,
+    model: LanguageModel,
+    params: Params,
+    tokenizer: Tokenizer,
+    task: Task,
+    prompt_length: int,
+    devices: Devices,
+    remat: str,
+) -> Components:
+    """The components around a model, for a run and for the plan of one alike."""
+    if isinstance(model.config, DecoderConfig):
         model = decoder(model.config, remat=remat, scan=config.model != TINY)
     model = devices.for_training(model)
     objective = objective_of(config)
@@ -65,7 +81,7 @@ def build(config: TrainConfig) -> Components:
         optimizer=optimizer_of(config),
         critic=value_network(model) if "value_T" in reads(objective) else None,
         update_reference=reference_rule(config),
-        prompt_length=length,
+        prompt_length=prompt_length,
         devices=devices,
     )
 

@@ -18,17 +18,13 @@ from jax.sharding import Mesh
 
 from grpo_jax.components import (
     Components,
-    objective_of,
-    optimizer_of,
-    reference_rule,
+    put_together,
     stages_of,
     task_of,
 )
-from grpo_jax.config import TINY
-from grpo_jax.inference.critic import policy_of, value_network
+from grpo_jax.inference.critic import policy_of
 from grpo_jax.inference.tokenizer import Tokenizer
-from grpo_jax.models import DecoderConfig, decoder, remat_that_fits
-from grpo_jax.objectives import reads
+from grpo_jax.models import DecoderConfig, remat_that_fits
 from grpo_jax.parallel.backends import Devices, sharded
 from grpo_jax.parallel.programs import Program, listed
 from grpo_jax.plan.config import PlanConfig
@@ -113,21 +109,8 @@ def components_on(config: PlanConfig, mesh: Mesh) -> tuple[PlanConfig, Component
     remat = config.remat
     if isinstance(model.config, DecoderConfig):
         remat = remat_of(config, model.config, params, length)
-        model = decoder(model.config, remat=remat, scan=config.model != TINY)
-    model = devices.for_training(model)
-    objective = objective_of(config)
-    components = Components(
-        model=model,
-        params=params,
-        tokenizer=tokenizer,
-        task=task,
-        objective=objective,
-        optimizer=optimizer_of(config),
-        critic=value_network(model) if "value_T" in reads(objective) else None,
-        update_reference=reference_rule(config),
-        prompt_length=length,
-        devices=devices,
-    )
+    parts = (model, params, tokenizer, task, length, devices)
+    components = put_together(config, *parts, remat)
     batching = config.batching._replace(prompt_length=length)
     return dataclasses.replace(config, remat=remat, batching=batching), components
 
