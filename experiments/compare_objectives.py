@@ -41,8 +41,9 @@ from grpo_jax.components import (
     reference_rule,
     stages_of,
 )
-from grpo_jax.config import TrainConfig, choose
+from grpo_jax.config import TrainConfig
 from grpo_jax.inference.critic import value_network
+from grpo_jax.named_options import choose
 from grpo_jax.objectives import (
     PRESETS,
     AdaptiveObjective,

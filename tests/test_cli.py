@@ -8,18 +8,14 @@ import shutil
 
 import jax
 import pytest
-from grpo_jax.cli import (
-    TRL_NAMES,
-    Eval,
-    Plan,
-    Sample,
-    Train,
-    main,
-    narrowed,
-    parsed,
-    run_config,
-)
-from grpo_jax.config import BY_MODEL, TrainConfig, flag, load_config, option, option_paths
+from grpo_jax.cli.arguments import TRL_NAMES
+from grpo_jax.cli.entry import main, parsed
+from grpo_jax.cli.evaluate import Eval
+from grpo_jax.cli.plan import Plan
+from grpo_jax.cli.sample import Sample
+from grpo_jax.cli.train import Train, narrowed, run_config
+from grpo_jax.config import BY_MODEL, TrainConfig, load_config
+from grpo_jax.named_options import flag, option, option_paths
 from grpo_jax.options import AdamW, Batching, Generation, Sampling, Scoring, Update
 from grpo_jax.runs import run
 from grpo_jax.runs.folder import read_lines, write_json

@@ -8,19 +8,9 @@ import math
 import re
 
 import pytest
-from grpo_jax.config import (
-    ARGUMENTS,
-    BY_MODEL,
-    TrainConfig,
-    flag,
-    keyword_arguments,
-    load_config,
-    option,
-    option_paths,
-    tiny_config,
-    written,
-)
+from grpo_jax.config import ARGUMENTS, BY_MODEL, TrainConfig, load_config, tiny_config
 from grpo_jax.inference.tokenizer import ByteTokenizer
+from grpo_jax.named_options import flag, keyword_arguments, option, option_paths, written
 from grpo_jax.objectives import PRESETS
 from grpo_jax.options import AdamW, Batching, Generation, OptionError, Precision, Sampling, Scoring, Update
 from grpo_jax.runs.folder import write_json

@@ -11,8 +11,9 @@ import grpo_jax
 import jax
 import numpy as np
 import pytest
-from grpo_jax.cli import TRL_NAMES, Train
-from grpo_jax.config import option_paths
+from grpo_jax.cli.arguments import TRL_NAMES
+from grpo_jax.cli.train import Train
+from grpo_jax.named_options import option_paths
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "examples"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))

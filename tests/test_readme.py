@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from grpo_jax import cli
-from grpo_jax.config import TrainConfig, flag, option_paths
+from grpo_jax.config import TrainConfig
+from grpo_jax.named_options import flag, option_paths
 from grpo_jax.objectives import PRESETS, Objective, reads
 from grpo_jax.plan.config import PlanConfig
 

@@ -19,9 +19,10 @@ from grpo_jax.parallel.memory import remat_by_memory
 from grpo_jax.parallel.programs import Program, listed, shapes_of
 from grpo_jax.rewards import batched
 from grpo_jax.tasks import Task
+from grpo_jax.training.collecting import inference_stage, sampling_stage
 from grpo_jax.training.loop import Collected, collect, iterate, weights_of
 from grpo_jax.training.optimizers import adamw
-from grpo_jax.training.stages import Stages, inference_stage, make_stages, sampling_stage
+from grpo_jax.training.stages import Stages, make_stages
 from grpo_jax.types import Rollout
 
 

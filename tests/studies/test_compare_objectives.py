@@ -21,10 +21,11 @@ from experiments.compare_objectives import (
 )
 from experiments.compare_report import LADDER
 from grpo_jax.components import Components, objective_of, optimizer_of, stages_of, task_of
-from grpo_jax.config import TrainConfig, option, option_paths
+from grpo_jax.config import TrainConfig
 from grpo_jax.inference.critic import policy_of
 from grpo_jax.inference.text import completion_texts
 from grpo_jax.inference.tokenizer import ByteTokenizer
+from grpo_jax.named_options import option, option_paths
 from grpo_jax.objectives import PRESETS, grpo, kl_in_reward, ppo
 from grpo_jax.rewards import number_reward
 from grpo_jax.runs import terminal

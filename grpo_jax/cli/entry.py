@@ -1,0 +1,61 @@
+"""The commands by their names, and how an error is told."""
+
+import sys
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.text import Text
+
+from grpo_jax.cli.arguments import check_trl_names, given_model, given_slice
+from grpo_jax.cli.evaluate import Eval, evaluate
+from grpo_jax.cli.plan import Plan, plan
+from grpo_jax.cli.sample import Sample, sample
+from grpo_jax.cli.train import Train, train
+from grpo_jax.config import TINY
+from grpo_jax.named_options import flag, option_paths
+from grpo_jax.options import OptionError
+from grpo_jax.parallel.processes import ProcessError
+
+
+def parsed(arguments: list[str]) -> Any:
+    """The command that the arguments say."""
+    model = given_model(arguments, TINY)
+    plan_defaults = Plan.suited(model, **given_slice(arguments))
+    commands = (
+        Annotated[Train, tyro.conf.subcommand("train", default=Train.suited(model))]
+        | Annotated[Eval, tyro.conf.subcommand("eval")]
+        | Annotated[Sample, tyro.conf.subcommand("sample")]
+        | Annotated[Plan, tyro.conf.subcommand("plan", default=plan_defaults)]
+    )
+    return tyro.cli(
+        commands,
+        prog="grpo-jax",
+        description="GRPO for language models in JAX: train, evaluate, ask, plan.",
+        args=arguments,
+        config=(tyro.conf.OmitArgPrefixes,),
+    )
+
+
+def main(arguments: list[str] | None = None) -> int:
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    actions = {Train: train, Eval: evaluate, Sample: sample, Plan: plan}
+    try:
+        check_trl_names(arguments, {*option_paths(Train), *option_paths(Plan)})
+        command = parsed(arguments)
+        actions[type(command)](command)
+    except OptionError as error:
+        return failed(f"{flag(error.name)} {error.text}")
+    except (ValueError, OSError, ProcessError) as error:
+        return failed(str(error))
+    except KeyboardInterrupt:
+        Console(stderr=True).print("stopped; continue with: grpo-jax train --resume RUN")
+        return 130
+    return 0
+
+
+def failed(message: str) -> int:
+    """Tells an error; it is no markup, for it may hold brackets."""
+    text = Text.assemble(("error: ", "bold red"), message)
+    Console(stderr=True).print(text, soft_wrap=True)
+    return 2
