@@ -42,6 +42,10 @@ class Study:
     """Of the pricing task."""
     rows: int = 160
     """Held-out rows to compare on."""
+    compute_dtype: str | None = None
+    """The type of activations and products: float32 or bfloat16; None: float32."""
+    save_every: int = 20
+    """Iterations between checkpoints."""
     seed: int = 0
     resume: bool = False
     """Continue behind the newest checkpoint of the run folder."""
@@ -69,7 +73,8 @@ def main(study: Study) -> dict:
         temperature=study.temperature,
         learning_rate=study.learning_rate,
         eval_every=study.steps,
-        save_every=20,
+        compute_dtype=study.compute_dtype,
+        save_every=study.save_every,
         seed=study.seed,
         out=str(out),
     )
