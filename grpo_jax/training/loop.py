@@ -23,6 +23,7 @@ from grpo_jax.parallel.programs import Program
 from grpo_jax.tasks import Task
 from grpo_jax.training.batch import GatheredScores, HostRollout
 from grpo_jax.training.checks import check_staleness, check_state, check_steps
+from grpo_jax.training.finite import check_finite
 from grpo_jax.training.metrics import (
     completion_rows,
     group_statistics,
@@ -105,6 +106,9 @@ def iterate(
       collect: from a sampled batch to a scored one; see `collect`.
       max_staleness: iterations that sampling may run ahead of the update.
       update_reference: `(iteration, params, reference) -> reference`, called after each iteration.
+
+    Raises:
+      NonFiniteError: see `finite.check_finite`; nothing is yielded then.
     """
     check_steps(steps, state)
     check_staleness(max_staleness, stages.objective, stages.old_logp)
@@ -112,6 +116,7 @@ def iterate(
 
 
 def _iterations(stages, seconds, state, steps, collect, max_staleness, update_reference):
+    skipped = 0
     while state.iteration < steps:
         iteration = state.iteration + 1
         state = sample_ahead(stages, state, min(max_staleness + 1, steps - state.iteration))
@@ -120,6 +125,7 @@ def _iterations(stages, seconds, state, steps, collect, max_staleness, update_re
         found, data = collect(stages, weights, state.queue[0], more, state.data)
         batch = stages.assemble(*found, state.objective)
         train, objective, metrics = stages.update(state.train, weights, batch, state.objective)
+        skipped = check_finite(metrics, skipped)
         policy = stages.policy(train.params)
         state = state._replace(
             iteration=iteration,

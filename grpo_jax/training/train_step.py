@@ -27,6 +27,14 @@ from grpo_jax.objectives import (
     reads_in_loss,
 )
 from grpo_jax.options import Sampling, Update
+from grpo_jax.training.finite import (
+    INFINITE,
+    SKIPPED,
+    all_finite,
+    finite_update,
+    optimizer_update,
+    single,
+)
 from grpo_jax.types import Array, Batch, Mean, Params, Rollout, Sample, TrainState, add_means
 
 
@@ -91,6 +99,9 @@ def make_train_step(
     diagnostics; `sampler_logp_diff`, the mean of |log π − log π_sampler| in the first epoch over
     the tokens that these very parameters sampled, is rounding noise unless sampler and trainer
     disagree; `frac_fresh` is those tokens' share, where `rollout.update_P` is known.
+    `frac_skipped` is the share of updates that were not applied because their loss or gradient is
+    not finite (`TrainState.step` does not count them), `infinite_params` is 1 where the new
+    parameters hold a number that is not.
 
     Args:
       model: pure functions of one sequence.
@@ -125,17 +136,19 @@ def take_step(s: StepParts, state: TrainState, batch: Batch) -> tuple[TrainState
     rest = batch.rest or {}
     parts = cut(batch._replace(rest=None), s.update.microbatches, s.update.group_microbatches)
     history = []
+    applied = jnp.zeros((), jnp.int32)
     for epoch in range(s.update.epochs):
         grads, loss, seen, old = gradient(s, params, parts, Moment(epoch, number), rest)
         parts = parts._replace(samples=parts.samples._replace(old_logp_T=old))
         values = {name: mean.value() for name, mean in seen.items()}
-        history.append({"loss": loss.value(), "grad_norm": optax.tree.norm(grads)} | values)
-        # In float32 whatever parameters are kept in: their type rounds once, at the very end.
-        whole_params = single(params)
-        updates, opt_state = s.optimizer.update(grads, opt_state, whole_params)
-        moved = optax.apply_updates(whole_params, updates)
-        params = jax.tree.map(lambda new, old: new.astype(old.dtype), moved, params)
-    return TrainState(number + s.update.epochs, params, opt_state), mean_of_epochs(history)
+        values |= {"loss": loss.value(), "grad_norm": optax.tree.norm(grads)}
+        finite = jnp.isfinite(values["loss"]) & jnp.isfinite(values["grad_norm"])
+        move = optimizer_update(s.optimizer)
+        params, opt_state = finite_update(move, grads, opt_state, params, finite)
+        applied = applied + finite
+        history.append(values)
+    told = {SKIPPED: 1 - applied / s.update.epochs, INFINITE: ~all_finite(params)}
+    return TrainState(number + applied, params, opt_state), mean_of_epochs(history) | told
 
 
 def mean_of_epochs(history: list[dict[str, Array]]) -> dict[str, Array]:
@@ -177,15 +190,6 @@ def gradient_at_once(s: StepParts, params, part: Batch, at: Moment, rest: dict[s
     _, pull, (loss, seen, old) = jax.vjp(of_params, params, has_aux=True)
     loss, seen, scale = whole_batch(s, loss, seen, rest)
     return s.everywhere(single(pull(scale)[0])), loss, seen, old[None]
-
-
-def single(tree: Params) -> Params:
-    """Floating-point arrays in float32: sums over parts and devices would round in less."""
-
-    def widened(x: Array) -> Array:
-        return x.astype(jnp.float32) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    return jax.tree.map(widened, tree)
 
 
 def whole_batch(s: StepParts, loss: Mean, seen: dict[str, Mean], rest: dict[str, Mean]):
