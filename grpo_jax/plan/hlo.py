@@ -11,6 +11,7 @@ Left out on purpose: anything that knows a chip or a mesh (see `topology`).
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -70,8 +71,8 @@ def count(text: str) -> Counts:
     (`compiled.as_text()`).
 
     A loop that may end early (`while_loop`) is counted with the bound of its counter, and one that
-    counts on where an earlier loop stopped has the steps that are left. Of a conditional every
-    branch is counted.
+    counts on where an earlier loop stopped has the steps that are left. Of a conditional the branch
+    that moves the most bytes is counted.
     """
     module = parse(text)
     counts = Counts([], [], {})
@@ -102,20 +103,28 @@ def _running(
             loops[instruction.name] = trips
             inside = instruction.called("body") + instruction.called("condition")
             inner = times * (1 if trips is None else trips)
-        elif instruction.op in ("call", "call-start", "conditional", "async-start"):
-            kinds = (
-                "calls",
-                "to_apply",
-                "true_computation",
-                "false_computation",
-                "branch_computations",
+        elif instruction.op == "conditional":
+            branches = instruction.called(
+                "true_computation", "false_computation", "branch_computations"
             )
-            inside = instruction.called(*kinds)
+            inside = [max(branches, key=partial(_bytes_of, module))]
+            inner = times
+        elif instruction.op in ("call", "call-start", "async-start"):
+            inside = instruction.called("calls", "to_apply")
             inner = times
         else:
             continue
         for name in inside:
             yield from _running(module, module.computations[name], inner, loops)
+
+
+def _bytes_of(module: Module, name: str) -> float:
+    """What a computation moves, with all that it calls."""
+    return sum(
+        times * moved_bytes(module, computation, instruction)
+        for computation, times in _running(module, module.computations[name], 1, {})
+        for instruction in computation.instructions.values()
+    )
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:

@@ -208,6 +208,18 @@ def test_an_early_exit_counts_as_the_bound_of_its_counter():
     assert hlo.count(compiled.as_text()).flops == 8 * 2 * 16**3
 
 
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_a_conditional_the_branch_that_moves_most_is_counted(swapped):
+    busy, idle = (lambda x: jnp.sin(x) @ x), jnp.cos
+    branches = (idle, busy) if swapped else (busy, idle)
+    count_of = lambda f, *args: hlo.count(jax.jit(f).lower(*args).compile().as_text())
+    x = jnp.ones((64, 64))
+    alone = count_of(busy, x)
+    found = count_of(lambda yes, x: jax.lax.cond(yes, *branches, x), True, x)
+    assert found.flops == alone.flops > 0
+    assert alone.bytes <= found.bytes < 2 * alone.bytes  # with a copy in and one out, not with the other branch
+
+
 def test_a_loop_that_counts_on_has_the_steps_that_are_left(optimized):
     """Of two loops that share a counter and its bound, the first is counted with all steps."""
 
