@@ -3,6 +3,7 @@ layout.
 """
 
 from functools import reduce
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +56,31 @@ def _mixture_backward(kept, g_RNd):
 mixture.defvjp(lambda w, v: (einsum32("rns,rsd->rnd", w, v), (w, v)), _mixture_backward)
 
 
-def attend(q_KGThd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
+class Scoring(NamedTuple):
+    """What scores are: `scale · q kᵀ` (None: 1/√d), and with a cap `cap · tanh(scores / cap)`."""
+
+    scale: float | None = None
+    cap: float | None = None
+
+    def of(self, products: Array, d: int) -> Array:
+        """The scores of products `q kᵀ` of heads of size d."""
+        score = products * (d**-0.5 if self.scale is None else self.scale)
+        return score if self.cap is None else self.cap * jnp.tanh(score / self.cap)
+
+
+BY_SIZE = Scoring()
+
+
+def within(query_T: Array, key_S: Array, window: int | Array) -> Array:
+    """Whether a key's position is one of the last `window` up to the query's: `[T, S]`."""
+    return key_S[None, :] > query_T[:, None] - window
+
+
+def attend(
+    q_KGThd: Array,
+    parts: list[tuple[Array, Array, Array]],
+    scoring: Scoring = BY_SIZE,
+) -> Array:
     """Softmax attention over the union of several sets of keys, merged by their log-sum-exp: `[K,
     G, T, h, d]`.
 
@@ -69,7 +94,8 @@ def attend(q_KGThd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
         # One product for the queries of all sequences where they share the keys.
         R = K if k.ndim == 3 else K * G
         k, v = (y.reshape(R, -1, d) for y in (k, v))
-        score = scores(q_KGThd.reshape(R, -1, d), k).reshape(K, G, T, h, -1) * d**-0.5
+        products = scores(q_KGThd.reshape(R, -1, d), k).reshape(K, G, T, h, -1)
+        score = scoring.of(products, d)
         scored.append((jnp.where(mask_TS[..., None, :], score, MASKED), v))
     top = reduce(jnp.maximum, [score.max(-1, keepdims=True) for score, _ in scored])
     top = jax.lax.stop_gradient(top)
@@ -91,12 +117,14 @@ def attend_causal(
     before: tuple = (),
     *,
     block: int = 256,
+    scoring: Scoring = BY_SIZE,
 ) -> Array:
     """Causal attention of G sequences, each to itself and to the `before`, parts of `attend`: `[K,
     G, T, h, d]`.
 
     A block of queries sees the keys up to its own end: those behind it, which the mask would
-    remove, are not computed.
+    remove, are not computed. Masks are those of the keys, or [T, S] where queries see different
+    ones.
     """
     T = q_KGThd.shape[2]
     outs = []
@@ -104,20 +132,24 @@ def attend_causal(
     for start in range(0, T, block):
         end = min(start + block, T)
         own = k_KGTd[:, :, :end], v_KGTd[:, :, :end], causal_TT[start:end, :end]
-        outs.append(attend(q_KGThd[:, :, start:end], [*before, own]))
+        earlier = [(k, v, m if m.ndim == 1 else m[start:end]) for k, v, m in before]
+        outs.append(attend(q_KGThd[:, :, start:end], [*earlier, own], scoring))
     return jnp.concatenate(outs, 2) if len(outs) > 1 else outs[0]
 
 
-def attend_one(q_Khd: Array, parts: list[tuple[Array, Array, Array]]) -> Array:
+def attend_one(
+    q_Khd: Array, parts: list[tuple[Array, Array, Array]], scoring: Scoring = BY_SIZE
+) -> Array:
     """`attend` of one query, with keys stored as columns: `parts` holds (k_KdS, v_KSd, mask_S).
     Returns [K, h, d].
 
     Both products then read their operands in the order in which they lie, also under `vmap` over
     sequences.
     """
-    scale = q_Khd.shape[-1] ** -0.5
+    d = q_Khd.shape[-1]
     scores = [
-        jnp.where(mask, einsum32("khd,kds->khs", q_Khd, k) * scale, MASKED) for k, _, mask in parts
+        jnp.where(mask, scoring.of(einsum32("khd,kds->khs", q_Khd, k), d), MASKED)
+        for k, _, mask in parts
     ]
     top = reduce(jnp.maximum, [score.max(-1, keepdims=True) for score in scores])
     out = 0.0

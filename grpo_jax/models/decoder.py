@@ -1,11 +1,12 @@
-"""A Llama decoder as pure functions: its parameters, and its passes bound into a `LanguageModel`.
+"""A decoder as pure functions: its parameters, and its passes bound into a `LanguageModel`.
 
     decoder_config   the architecture
+    rope             rotary positions
     block            one layer, the embedding and the vocabulary
     training_pass    many tokens at once: prompts, completions after them, and whole groups
     decoding_pass    one token at a time
 
-Left out on purpose: mixture of experts, sliding windows, dropout, quantised weights.
+Left out on purpose: dropout, quantised weights.
 """
 
 from collections.abc import Callable
@@ -16,10 +17,12 @@ import jax
 import jax.numpy as jnp
 
 from grpo_jax.models import decoding_pass, training_pass
-from grpo_jax.models.block import MATRIX, Block, logits, rope_angles, rope_frequencies
-from grpo_jax.models.decoder_config import AXES, DecoderConfig
+from grpo_jax.models.block import MATRIX, Block, logits, norm_start
+from grpo_jax.models.decoder_config import DecoderConfig, axes_of
+from grpo_jax.models.kernels.fused import not_fused
 from grpo_jax.models.language_model import LanguageModel
 from grpo_jax.models.precision import cast_matrices, is_mixed
+from grpo_jax.models.rope import Positions, rotations
 from grpo_jax.models.training_pass import REMAT, Context
 from grpo_jax.types import Array, Params
 
@@ -58,6 +61,8 @@ def decoder(
 @lru_cache(maxsize=64)
 def _bind(context: Context) -> LanguageModel:
     config = context.config
+    if callable(context.attention) and (reason := not_fused(config)):
+        raise ValueError(f"attention: a kernel does not compute {reason}, which the model has")
 
     def with_gather(gather: Callable | None) -> LanguageModel:
         return _bind(context._replace(gather=gather))
@@ -75,7 +80,7 @@ def _bind(context: Context) -> LanguageModel:
         empty=partial(decoding_pass.empty, config),
         decode=partial(decoding_pass.decode, config),
         decode_logits=partial(decoding_pass.decode_logits, config),
-        axes=AXES,
+        axes=axes_of(config),
         forward=partial(training_pass.forward, context),
         with_gather=with_gather,
         outer=partial(training_pass.outer, context),
@@ -96,7 +101,7 @@ def init(config: DecoderConfig, key: Array) -> Params:
         # Of variance 1 / D, that of a head: where the two are tied, logits start near variance 1.
         "embed": nn.initializers.normal(D**-0.5)(embed_key, (V, D), config.stored_dtype),
         "layers": jax.vmap(partial(_init_layer, config))(layer_keys),
-        "norm": jnp.ones((D,), config.stored_dtype),
+        "norm": norm_start(config)(layer_key, (D,), config.stored_dtype),
     }
     if not config.tie_word_embeddings:
         params["head"] = MATRIX(head_key, (D, V), config.stored_dtype)
@@ -107,5 +112,5 @@ def _init_layer(config: DecoderConfig, key: Array) -> Params:
     # One row and an attention that returns its queries: parameters have the shapes that any input
     # gives them.
     x_1D = jnp.zeros((1, config.hidden_size), config.dtype)
-    angles = rope_angles(jnp.zeros(1), rope_frequencies(config))
-    return Block(config).init(key, x_1D, angles, lambda q, k, v: (q, None))["params"]
+    angles, _ = rotations(config, jnp.zeros(1, int), jnp.ones(1, int))
+    return Block(config).init(key, x_1D, Positions(angles[0]), lambda q, k, v: (q, None))["params"]

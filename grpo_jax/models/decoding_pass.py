@@ -14,17 +14,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.attention import attend_one
-from grpo_jax.models.block import (
-    Block,
-    final_norm,
-    logits,
-    rope_angles,
-    rope_frequencies,
-)
+from grpo_jax.models.attention import Scoring, attend_one, within
+from grpo_jax.models.block import Block, embed, final_norm, finish_logits, logits
 from grpo_jax.models.decoder_config import DecoderConfig
 from grpo_jax.models.matmul import small_batch_matmul
-from grpo_jax.models.precision import embed_rows
+from grpo_jax.models.rope import Positions, rotations
 from grpo_jax.types import Array, Params
 
 
@@ -74,21 +68,34 @@ def decode(
     """`LanguageModel.decode`: the hidden state `[D]` behind token number `index` of a completion,
     and its own cache with that token in it.
     """
-    x_1D = embed_rows(weights, token[None])
-    angles = rope_angles((cache.mask_S.sum() + index)[None], rope_frequencies(config))
+    x_1D = embed(config, weights, token[None])
+    length = cache.mask_S.sum()
+    angles, query_scale_1 = rotations(config, (length + index)[None], length)
+    scoring = Scoring(config.attention_scale, config.attention_cap)
     block = Block(config, decoding=True)
     grown = []
     # Unrolled, so that each layer reads arrays of its own.
     for i, layer in enumerate(weights["layers"]):
-        prompt = cache.k_KdS[i], cache.v_KSd[i], cache.mask_S
-        attention = partial(_attend_grown, prompt, own[i], index)
-        x_1D, kept = block.apply({"params": layer}, x_1D, angles, attention)
+        keys = PromptKeys(cache.k_KdS[i], cache.v_KSd[i], cache.mask_S)
+        attention = partial(_attend_grown, scoring, config.windows[i], keys, own[i], index)
+        positions = Positions(angles[config.rope_ids[i]], query_scale_1)
+        x_1D, kept = block.apply({"params": layer}, x_1D, positions, attention)
         grown.append(kept)
     return final_norm(config, weights, x_1D)[0], grown
 
 
+class PromptKeys(NamedTuple):
+    """A prompt's cache in one layer."""
+
+    k_KdS: Array
+    v_KSd: Array
+    mask_S: Array
+
+
 def _attend_grown(
-    prompt: tuple[Array, Array, Array],
+    scoring: Scoring,
+    window: int | None,
+    prompt: PromptKeys,
     own: tuple[Array, Array],
     index: Array,
     q_K1hd: Array,
@@ -100,8 +107,15 @@ def _attend_grown(
     # updates the cache where it lies.
     k_KdT = jax.lax.dynamic_update_slice(own[0], k_K1d.swapaxes(1, 2), (0, 0, index))
     v_KTd = jax.lax.dynamic_update_slice(own[1], v_K1d, (0, index, 0))
-    seen_T = jnp.arange(v_KTd.shape[1]) <= index
-    out_Khd = attend_one(q_K1hd[:, 0], [prompt, (k_KdT, v_KTd, seen_T)])
+    own_T = jnp.arange(v_KTd.shape[1])
+    seen_T = own_T <= index
+    if window is not None:
+        mask_S = prompt.mask_S
+        position = mask_S.sum() + index
+        in_window_S = within(position[None], jnp.cumsum(mask_S) - 1, window)[0]
+        prompt = prompt._replace(mask_S=mask_S & in_window_S)
+        seen_T = seen_T & within(index[None], own_T, window)[0]
+    out_Khd = attend_one(q_K1hd[:, 0], [prompt, (k_KdT, v_KTd, seen_T)], scoring)
     return out_Khd[:, None], (k_KdT, v_KTd)
 
 
@@ -112,4 +126,5 @@ def decode_logits(config: DecoderConfig, weights: Params, hidden_D: Array) -> Ar
     if not config.tie_word_embeddings:
         return logits(config, weights, hidden_D)
     rows_ND = hidden_D.reshape(-1, hidden_D.shape[-1])
-    return small_batch_matmul(rows_ND, weights["embed"]).reshape(*hidden_D.shape[:-1], -1)
+    products = small_batch_matmul(rows_ND, weights["embed"])
+    return finish_logits(config, products.reshape(*hidden_D.shape[:-1], -1))

@@ -11,6 +11,7 @@ forms of the weights: the cast one, which is read, and the master, which receive
 Left out on purpose: scaled or quantised types.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -53,6 +54,19 @@ def cast_with_masters(config: DecoderConfig, params: Params) -> Params:
     return cast(config, params) | {MASTERS: {name: params[name] for name in names}}
 
 
+def gather_outer(gather: Callable[[str, Array], Array], axes: dict[str, str], params: Params):
+    """The parameters, with embedding and head as `gather` lays them out.
+
+    Their masters are laid out alike: the gradient of a master is summed over chunks of tokens, and
+    takes its layout. Spread over devices, it would cross them once a chunk; whole on each device it
+    is a sum of local products, and XLA moves the one sum over devices behind the loop.
+    """
+    names = [name for name in ("embed", "head") if name in params]
+    whole = lambda tree: {name: gather(axes[name], tree[name]) for name in names}
+    gathered = params | whole(params)
+    return gathered | {MASTERS: whole(params[MASTERS])} if MASTERS in params else gathered
+
+
 def embed_rows(params: Params, tokens_T: Array) -> Array:
     """The tokens' rows of the embedding, `[T, D]`."""
     table_VD = params["embed"]
@@ -73,16 +87,22 @@ def _rows_of_master(table_VD: Array, master_VD: Array, tokens_T: Array) -> Array
 
 
 def _rows_forward(table_VD, master_VD, tokens_T):
-    return _rows(table_VD, tokens_T), (table_VD, master_VD, tokens_T)
+    return _rows(table_VD, tokens_T), (table_VD, _type_of(master_VD), tokens_T)
 
 
 def _rows_backward(kept, g_TD):
-    table_VD, master_VD, tokens_T = kept
-    grad_VD = jnp.zeros_like(master_VD).at[tokens_T].add(g_TD.astype(master_VD.dtype), mode="clip")
+    table_VD, type_of_master, tokens_T = kept
+    grad_VD = jnp.zeros_like(table_VD, dtype=type_of_master.dtype)
+    grad_VD = grad_VD.at[tokens_T].add(g_TD.astype(grad_VD.dtype), mode="clip")
     return jnp.zeros_like(table_VD), grad_VD, None
 
 
 _rows_of_master.defvjp(_rows_forward, _rows_backward)
+
+
+def _type_of(master: Array) -> Array:
+    # No number of a master is read, so that whoever gathers it moves nothing but its gradient.
+    return jnp.zeros(0, master.dtype)
 
 
 def project(params: Params, name: str, spec: str, hidden_D: Array) -> Array:
@@ -99,18 +119,18 @@ def _project_to_master(spec: str, hidden_D: Array, head: Array, master: Array) -
 
 
 def _project_forward(spec: str, hidden_D, head, master):
-    return einsum32(spec, hidden_D, head), (hidden_D, head, master)
+    return einsum32(spec, hidden_D, head), (hidden_D, head, _type_of(master))
 
 
 def _project_backward(spec: str, kept: tuple, g_V: Array) -> tuple[Any, ...]:
     """The gradient of the hidden state in its own type, that of the head in the master's."""
-    hidden_D, head, master = kept
+    hidden_D, head, type_of_master = kept
     inputs, out = spec.split("->")
     hidden, weights = inputs.split(",")
     wide = head.astype(jnp.float32)
     grad_hidden = einsum32(f"{out},{weights}->{hidden}", g_V, wide).astype(hidden_D.dtype)
     grad_head = _summed_over_rows(weights, hidden_D.astype(jnp.float32), g_V)
-    return grad_hidden, jnp.zeros_like(head), grad_head.astype(master.dtype)
+    return grad_hidden, jnp.zeros_like(head), grad_head.astype(type_of_master.dtype)
 
 
 def _summed_over_rows(weights: str, hidden_D: Array, g_V: Array) -> Array:

@@ -21,14 +21,16 @@ import chex
 import jax
 import jax.numpy as jnp
 
-from grpo_jax.models.attention import attend_causal, take_rows
-from grpo_jax.models.block import Block, final_norm, rope_angles, rope_frequencies
+from grpo_jax.models.attention import Scoring, attend_causal, take_rows, within
+from grpo_jax.models.block import Block, embed, final_norm
 from grpo_jax.models.decoder_config import AXES, DecoderConfig
 from grpo_jax.models.decoding_pass import PromptCache
-from grpo_jax.models.precision import cast_with_masters, embed_rows
+from grpo_jax.models.precision import cast_with_masters, gather_outer
+from grpo_jax.models.rope import Positions, rotations
 from grpo_jax.types import Array, Params
 
 AXIS_NAMES = dict(AXES)
+NO_WINDOW = 2**30  # longer than any text
 
 # What a layer keeps for its backward pass besides its input; the rest is computed again.
 REMAT = {
@@ -72,12 +74,12 @@ def prefill(
     chex.assert_rank([tokens_S, mask_S], 1)
     config = context.config
     # The first real token is at position 0 wherever it lies, so padding changes no angle.
-    angles = rope_angles(jnp.cumsum(mask_S) - 1, rope_frequencies(config))
+    turns = rotations(config, jnp.cumsum(mask_S) - 1, mask_S.sum())
     # Nothing is gathered: the sampler runs this pass, on parameters that lie in its own layout.
     ungathered = context._replace(gather=None)
-    attention = partial(_attend_prompt, mask_S)
-    x_SD = embed_rows(params, tokens_S)
-    x_SD, (k_LKSd, v_LKSd) = _run_layers(ungathered, params, x_SD, angles, attention)
+    attention = partial(_attend_prompt, scoring_of(config), mask_S)
+    x_SD = embed(config, params, tokens_S)
+    x_SD, (k_LKSd, v_LKSd) = _run_layers(ungathered, params, x_SD, turns, attention)
     # Keys as columns and each layer's by itself, as decoding reads them: once here, not at every
     # token.
     cache = PromptCache([*k_LKSd.swapaxes(2, 3)], [*v_LKSd], mask_S)
@@ -87,14 +89,14 @@ def prefill(
 def extend(context: Context, params: Params, cache: PromptCache, tokens_T: Array) -> Array:
     """`LanguageModel.extend`: hidden states `[T, D]` of a completion after a prompt's cache."""
     chex.assert_rank(tokens_T, 1)
-    position_T = cache.mask_S.sum() + jnp.arange(tokens_T.shape[0])
-    angles = rope_angles(position_T, rope_frequencies(context.config))
+    config = context.config
+    length = cache.mask_S.sum()
+    turns = rotations(config, length + jnp.arange(tokens_T.shape[0]), length)
     prompt_kv = jnp.stack(cache.k_KdS).swapaxes(2, 3), jnp.stack(cache.v_KSd)
-    attention = partial(_attend_after, cache.mask_S)
-    x_TD, _ = _run_layers(
-        context, params, embed_rows(params, tokens_T), angles, attention, prompt_kv
-    )
-    return final_norm(context.config, params, x_TD)
+    attention = partial(_attend_after, scoring_of(config), cache.mask_S)
+    x_TD = embed(config, params, tokens_T)
+    x_TD, _ = _run_layers(context, params, x_TD, turns, attention, prompt_kv)
+    return final_norm(config, params, x_TD)
 
 
 def forward(
@@ -109,6 +111,7 @@ def forward(
     groups' tokens, in one pass.
     """
     chex.assert_rank([tokens_PS, mask_PS, tokens_PGT], [2, 2, 3])
+    config = context.config
     P, S = tokens_PS.shape
     G, T = tokens_PGT.shape[1:]
     packed = token_index_PN is not None
@@ -122,14 +125,14 @@ def forward(
     position_PR = jnp.concatenate(
         [jnp.cumsum(mask_PS, 1) - 1, prompt_end_P1 + token_index_PN % T], 1
     )
-    angles = rope_angles(position_PR.reshape(-1), rope_frequencies(context.config))
+    length_PR = jnp.broadcast_to(prompt_end_P1, position_PR.shape)
+    turns = rotations(config, position_PR.reshape(-1), length_PR.reshape(-1))
     # The blocks' products see the P·R rows of all prompts at once: a weight is read once, and its
     # gradient is one product and not a sum over prompts. Only attention goes prompt by prompt.
-    attention = partial(_attend_rows, context.attention, rows)
-    x, _ = _run_layers(
-        context, params, embed_rows(params, tokens_PR.reshape(-1)), angles, attention
-    )
-    hidden_PRD = final_norm(context.config, params, x).reshape(*tokens_PR.shape, -1)
+    attention = partial(_attend_rows, context.attention, scoring_of(config), rows)
+    x = embed(config, params, tokens_PR.reshape(-1))
+    x, _ = _run_layers(context, params, x, turns, attention)
+    hidden_PRD = final_norm(config, params, x).reshape(*tokens_PR.shape, -1)
     return hidden_PRD[:, :S], hidden_PRD[:, S:]
 
 
@@ -141,44 +144,74 @@ def outer(context: Context, params: Params) -> Params:
     params = cast_with_masters(context.config, params)
     if context.gather is None:
         return params
-    read = [name for name in ("embed", "head") if name in params]
-    return params | {name: context.gather(AXIS_NAMES[name], params[name]) for name in read}
+    return gather_outer(context.gather, AXIS_NAMES, params)
+
+
+class Kind(NamedTuple):
+    """In what a layer differs from others; None: in nothing."""
+
+    rope_id: Array | None = None
+    window: Array | None = None
+
+
+def kinds_of(config: DecoderConfig) -> Kind:
+    """What the scan over layers must be given of each, `[L]`; what all share is no part of it."""
+    rope_id = None
+    window = None
+    if len(config.ropes) > 1:
+        rope_id = jnp.array(config.rope_ids)
+    if len(set(config.windows)) > 1:
+        window = jnp.array([NO_WINDOW if size is None else size for size in config.windows])
+    return Kind(rope_id, window)
+
+
+def scoring_of(config: DecoderConfig) -> Scoring:
+    """How the configuration's attention scores."""
+    return Scoring(config.attention_scale, config.attention_cap)
 
 
 def _run_layers(
     context: Context,
     params: Params,
     x_TD: Array,
-    angles_2T12f: Array,
+    turns: tuple[list[Array], Array | None],
     attention: Callable,
     of_layers: Any = None,
 ) -> tuple[Array, Any]:
     """The rows behind the last layer, `[T, D]`, and what each layer's attention kept, stacked.
 
-    `attention(of_layer, q_KThd, k_KTd, v_KTd) -> (out_KThd, kept)`, given its layer's slice of
-    `of_layers`.
+    `attention(of_layer, window, q_KThd, k_KTd, v_KTd) -> (out_KThd, kept)`, given its layer's slice
+    of `of_layers`; `turns` is what `rotations` gives.
     """
-    layer = partial(_layer, context, angles_2T12f, attention)
+    angles, query_scale_T = turns
+    positions = Positions(angles[0] if len(angles) == 1 else jnp.stack(angles), query_scale_T)
+    layer = partial(_layer, context, positions, attention)
     if context.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[context.remat])
     step = lambda x_TD, inputs: layer(x_TD, *inputs)
     unroll = 1 if context.scan else context.config.num_hidden_layers
-    return jax.lax.scan(step, x_TD, (params["layers"], of_layers), unroll=unroll)
+    inputs = params["layers"], of_layers, kinds_of(context.config)
+    return jax.lax.scan(step, x_TD, inputs, unroll=unroll)
 
 
 def _layer(
     context: Context,
-    angles_2T12f: Array,
+    positions: Positions,
     attention: Callable,
     x_TD: Array,
     layer: Params,
     of_layer: Any,
+    kind: Kind,
 ) -> tuple[Array, Any]:
     # Gathered inside of what is rematerialised: for the backward pass a layer is gathered again,
     # and never kept, so that no more than one is whole at a time.
     layer = _gather_layer(context.gather, layer)
-    attention = partial(attention, of_layer)
-    return Block(context.config).apply({"params": layer}, x_TD, angles_2T12f, attention)
+    if kind.rope_id is not None:
+        angles = jax.lax.dynamic_index_in_dim(positions.angles, kind.rope_id, keepdims=False)
+        positions = positions._replace(angles=angles)
+    window = context.config.windows[0] if kind.window is None else kind.window
+    attention = partial(attention, of_layer, window)
+    return Block(context.config).apply({"params": layer}, x_TD, positions, attention)
 
 
 def _gather_layer(gather: Callable | None, layer: Params) -> Params:
@@ -189,25 +222,57 @@ def _gather_layer(gather: Callable | None, layer: Params) -> Params:
     return {name: gather(names[name], x) for name, x in layer.items()}
 
 
+def _seen(mask_S: Array, position_S: Array, position_T: Array, window: int | Array | None) -> Array:
+    """Which keys are seen: `[S]`, or `[T, S]` where queries have a window."""
+    return mask_S if window is None else mask_S & within(position_T, position_S, window)
+
+
 def _attend_prompt(
-    mask_S: Array, _: None, q_KShd: Array, k_KSd: Array, v_KSd: Array
+    scoring: Scoring,
+    mask_S: Array,
+    _: None,
+    window: int | Array | None,
+    q_KShd: Array,
+    k_KSd: Array,
+    v_KSd: Array,
 ) -> tuple[Array, tuple[Array, Array]]:
     """A prompt to itself; keeps its keys and values."""
     q, k, v = (y[:, None] for y in (q_KShd, k_KSd, v_KSd))
-    return attend_causal(q, k, v, mask_S)[:, 0], (k_KSd, v_KSd)
+    position_S = jnp.cumsum(mask_S) - 1
+    seen = _seen(mask_S, position_S, position_S, window)
+    return attend_causal(q, k, v, seen, scoring=scoring)[:, 0], (k_KSd, v_KSd)
 
 
 def _attend_after(
+    scoring: Scoring,
     mask_S: Array,
     prompt_kv: tuple[Array, Array],
+    window: int | Array | None,
     q_KThd: Array,
     k_KTd: Array,
     v_KTd: Array,
 ) -> tuple[Array, None]:
     """A completion to its prompt's cache and to itself."""
     q, k, v = (y[:, None] for y in (q_KThd, k_KTd, v_KTd))
-    all_T = jnp.ones(q.shape[2], bool)
-    return attend_causal(q, k, v, all_T, ((*prompt_kv, mask_S),))[:, 0], None
+    return _attend_completions(scoring, mask_S, prompt_kv, window, q, k, v)[:, 0], None
+
+
+def _attend_completions(
+    scoring: Scoring,
+    mask_S: Array,
+    prompt_kv: tuple[Array, Array],
+    window: int | Array | None,
+    q_KGThd: Array,
+    k_KGTd: Array,
+    v_KGTd: Array,
+) -> Array:
+    """Completions, each to itself and all to one prompt: `[K, G, T, h, d]`."""
+    position_T = jnp.arange(q_KGThd.shape[2])
+    before_S = jnp.cumsum(mask_S) - 1 - mask_S.sum()  # positions, counted from the prompt's end
+    seen = _seen(mask_S, before_S, position_T, window)
+    own = _seen(jnp.ones(position_T.size, bool), position_T, position_T, window)
+    before = ((*prompt_kv, seen),)
+    return attend_causal(q_KGThd, k_KGTd, v_KGTd, own, before, scoring=scoring)
 
 
 class Rows(NamedTuple):
@@ -231,8 +296,10 @@ def _at_places(x_M: Array, place_N: Array) -> Array:
 
 def _attend_rows(
     attention: Callable | str | None,
+    scoring: Scoring,
     rows: Rows,
     _: None,
+    window: int | Array | None,
     q_KBhd: Array,
     k_KBd: Array,
     v_KBd: Array,
@@ -241,19 +308,24 @@ def _attend_rows(
     P, S = rows.mask_PS.shape
     R = S + rows.token_index_PN.shape[1]
     q, k, v = (y.reshape(y.shape[0], P, R, *y.shape[2:]) for y in (q_KBhd, k_KBd, v_KBd))
-    if attention in (None, "einsum"):
-        group = partial(_attend_group, rows)
-        by_prompt = jax.vmap(group, in_axes=(1, 1, 1, 0, 0), out_axes=1)
-        out = by_prompt(q, k, v, rows.mask_PS, rows.token_index_PN)
-    else:
-        # A kernel knows no packing: it is given the M places of every group, in order.
+    if callable(attention):
+        # A kernel scores by 1/√d, and knows no packing: it is given the M places of every group,
+        # in order.
+        if scoring.scale is not None:
+            q = q * (scoring.scale * q.shape[-1] ** 0.5)
         q, k, v = (_move_group_rows(rows, to_places, y) for y in (q, k, v))
         out = _move_group_rows(rows, to_rows, attention(q, k, v, rows.mask_PS, T=rows.T))
+    else:
+        group = partial(_attend_group, scoring, rows, window)
+        by_prompt = jax.vmap(group, in_axes=(1, 1, 1, 0, 0), out_axes=1)
+        out = by_prompt(q, k, v, rows.mask_PS, rows.token_index_PN)
     return out.reshape(q_KBhd.shape), None
 
 
 def _attend_group(
+    scoring: Scoring,
     rows: Rows,
+    window: int | Array | None,
     q_KRhd: Array,
     k_KRd: Array,
     v_KRd: Array,
@@ -269,13 +341,13 @@ def _attend_group(
     row_M = rows_of_places(place_N, G * T) if rows.packed else None
     k_KSd = k_KRd[:, :S]
     v_KSd = v_KRd[:, :S]
-    first = attend_causal(q_KRhd[:, None, :S], k_KSd[:, None], v_KSd[:, None], mask_S)[:, 0]
+    first, _ = _attend_prompt(scoring, mask_S, None, window, q_KRhd[:, :S], k_KSd, v_KSd)
     # As [G, T] each completion stands alone: one causal triangle serves all of them, and no scores
     # between siblings are computed. Packed rows begin and end elsewhere in every group; their
     # attention would be N x N scores, most of them masked.
     group = (to_places(y[:, S:], place_N, row_M) for y in (q_KRhd, k_KRd, v_KRd))
     q, k, v = (y.reshape(y.shape[0], G, T, *y.shape[2:]) for y in group)
-    out = attend_causal(q, k, v, jnp.ones(T, bool), ((k_KSd, v_KSd, mask_S),))
+    out = _attend_completions(scoring, mask_S, (k_KSd, v_KSd), window, q, k, v)
     out = out.reshape(out.shape[0], G * T, *out.shape[3:])
     return jnp.concatenate([first, to_rows(out, place_N, row_M)], 1)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.models.attention import attend, attend_causal
-from grpo_jax.models.block import rope_frequencies
+from grpo_jax.models.rope import rope_frequencies
 from grpo_jax.models.training_pass import remat_that_fits
 from grpo_jax.plan import hlo
 
@@ -220,7 +220,21 @@ def test_equal_configurations_are_one_model():
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"head_dim": 7}, "head_dim must be even"),
         ({"rope_scaling": ("yarn", 1, 2, 3, 4)}, "rope_scaling must be"),
+        ({"rope_scaling": ("llama3", 8.0, 4.0, 4.0, 64)}, "low_freq_factor .* must be below high_freq_factor"),
+        ({"rope_scaling": ("linear", float("nan"))}, "factor must be a finite number"),
+        ({"rope_theta": -1.0}, "rope_theta must be above 0"),
+        ({"rms_norm_eps": None}, "rms_norm_eps must be a finite number"),
+        ({"rotary_share": 0.1}, "rotary_share must give an even number"),
         ({"dtype": "float8"}, "dtype must be"),
+        ({"qk_norm": "both"}, "qk_norm must be one of"),
+        ({"norm_places": "after"}, "norm_places must be one of"),
+        ({"activation": "swiglu"}, "activation must be one of"),
+        ({"attention_cap": 0}, "attention_cap must be above 0"),
+        ({"query_scale": (0.1, 0)}, "query_scale must be above 0"),
+        ({"layer_windows": (4,)}, "layer_windows must be a tuple with one entry for each of 2 layers"),
+        ({"layer_windows": [4, 4]}, "layer_windows must be a tuple"),
+        ({"layer_windows": (4, 0)}, "layer_windows must be positive integers"),
+        ({"layer_ropes": (None,)}, "layer_ropes must be a tuple with one entry"),
     ],
 )
 def test_bad_configurations_are_named(change, message):

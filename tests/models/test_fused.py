@@ -323,5 +323,34 @@ def test_cpus_keep_einsums():
     assert spread(mesh, interpreted, AXES) is spread(mesh, interpreted, AXES)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layer_windows": (4, None)}, "a window"),
+        ({"attention_cap": 5.0}, "capped scores"),
+        ({"layer_windows": (4, 4), "attention_cap": 5.0}, "a window and capped scores"),
+    ],
+)
+def test_what_no_kernel_computes_stays_with_einsums_and_is_told_once(changes, reason):
+    model = decoder(dataclasses.replace(TINY, **changes, model_type=f"kind of {reason}"))
+    with pytest.warns(UserWarning, match=f"with {reason} trains by einsums"):
+        assert with_fused_attention(model, device("tpu", "")) is model
+    assert with_fused_attention(model, device("tpu", "")) is model  # a warning would be an error
+    assert with_fused_attention(model, jax.devices()[0]) is model
+    with pytest.raises(ValueError, match=f"a kernel does not compute {reason}"):
+        model.with_attention(interpreted)
+
+
+def test_a_kernel_is_given_queries_of_the_scale_of_the_model(prompts):
+    config = dataclasses.replace(TINY, attention_scale=0.8)
+    params = jax.jit(decoder(config).init)(jax.random.key(0))
+    tokens = jax.random.randint(jax.random.key(1), (4, 2, 5), 0, TINY.vocab_size)
+    args = params, *prompts, tokens, None
+    got, wanted = (decoder(config, attention=how).forward(*args)[1] for how in (by_einsums, None))
+    chex.assert_trees_all_close(got, wanted, atol=1e-5)
+    other = decoder(TINY).forward(*args)[1]
+    assert np.abs(other - wanted).max() > 1e-3
+
+
 if __name__ == "__main__":
     print(over_a_mesh(), by_pmap())

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from grpo_jax.models import DecoderConfig, decoder, hub, load_pretrained, save_pretrained
+from grpo_jax.models.decoder_config import ROPE_SCALINGS
 from grpo_jax.options import OptionError, Precision
 from safetensors.numpy import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 TINY = DecoderConfig(
     vocab_size=61,
@@ -28,10 +29,11 @@ TINY = DecoderConfig(
     max_position_embeddings=64,
 )
 LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 16)
+SCALING = dict(zip(ROPE_SCALINGS["llama3"], LLAMA3[1:], strict=True))
 CONFIGS = {
     "tied": TINY,
     "untied_gqa": replace(TINY, tie_word_embeddings=False, num_key_value_heads=2, rms_norm_eps=1e-2),
-    "bias": replace(TINY, attention_bias=True, num_key_value_heads=1),
+    "bias": replace(TINY, attention_bias=True, num_key_value_heads=1, model_type="qwen2"),
     "llama3_rope": replace(TINY, rope_scaling=LLAMA3),
     "wide_heads": replace(TINY, head_dim=16, num_key_value_heads=2, tie_word_embeddings=False),
 }
@@ -89,7 +91,8 @@ def test_saved_folder_is_read_back_exactly_and_by_transformers(name, tmp_path):
     model, loaded = load_pretrained(folder)
     assert replace(model.config, param_dtype=None) == config
     assert_equal_trees(loaded, params)
-    peer, info = LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)
+    peer, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(peer) is (Qwen2ForCausalLM if name == "bias" else LlamaForCausalLM)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert_same_logits(model, loaded, peer)
 
@@ -195,7 +198,7 @@ def peer_model(kind, config, seed=0):
 
 @pytest.mark.parametrize("shard_size", ["1GB", "20KB"])
 def test_reads_what_transformers_saves_in_one_file_or_shards(shard_size, tmp_path):
-    rope = {"rope_type": "llama3", "rope_theta": 700.0, **dict(zip(hub.LLAMA3, LLAMA3[1:], strict=True))}
+    rope = {"rope_type": "llama3", "rope_theta": 700.0, **SCALING}
     peer = peer_model(LlamaForCausalLM, peer_config(LlamaConfig, rope_parameters=rope))
     peer.save_pretrained(tmp_path, max_shard_size=shard_size)
     assert (len(list(tmp_path.glob("*.safetensors"))) > 2) == (shard_size == "20KB")
@@ -211,8 +214,8 @@ def test_reads_qwen2_with_its_biases(tmp_path):
     model, params = load_pretrained(tmp_path)
     assert model.config.attention_bias
     assert_same_logits(model, params, peer)
-    again = save_pretrained(tmp_path / "as_llama", model.config, params)
-    assert_same_logits(model, params, LlamaForCausalLM.from_pretrained(again))
+    again = save_pretrained(tmp_path / "again", model.config, params)
+    assert_same_logits(model, params, Qwen2ForCausalLM.from_pretrained(again))
 
 
 def test_bfloat16_files_are_read_exactly_and_dtype_is_obeyed(tmp_path):
@@ -251,60 +254,37 @@ SETTINGS = {
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
 }
-SCALING = dict(zip(hub.LLAMA3, LLAMA3[1:], strict=True))
 
 
-def test_absent_keys_have_the_defaults_of_transformers():
-    for kind, peer in {"llama": LlamaConfig, "qwen2": Qwen2Config}.items():
-        ours = hub.config_from_hf(SETTINGS | {"model_type": kind, "num_key_value_heads": None})
-        theirs = peer(**SETTINGS | {"num_key_value_heads": None})
-        for name in ("rms_norm_eps", "tie_word_embeddings", "max_position_embeddings", "num_key_value_heads"):
-            assert getattr(ours, name) == getattr(theirs, name), name
-        assert ours.head_dim == 8
-        assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
-        assert ours.attention_bias == (kind == "qwen2")
+def test_a_configuration_that_no_family_has_is_not_written(tmp_path):
+    config = replace(TINY, attention_cap=3.0, norm_places="post")
+    with pytest.raises(ValueError, match="no family of models has all features"):
+        save_pretrained(tmp_path / "model", config, random_params(config))
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("keys", "expected"),
+    ("text", "message"),
     [
-        ({"rope_theta": 5e5}, (5e5, None)),
-        ({"rope_theta": 5e5, "rope_scaling": None}, (5e5, None)),
-        ({"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **SCALING}}, (5e5, LLAMA3)),
-        ({"rope_theta": 5e5, "rope_scaling": {"type": "llama3", **SCALING}}, (5e5, LLAMA3)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, (5e5, None)),
-        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 5e5, **SCALING}}, (5e5, LLAMA3)),
+        (b"[1, 2]", "expected an object of settings, got list"),
+        (b"null", "expected an object of settings"),
+        (b'{"model_type": "llama", ', "is not whole JSON"),
+        (b"", "is not whole JSON"),
+        (b'{"model_type": "\xff\xfe"}', "is not UTF-8"),
+        (json.dumps(SETTINGS | {"rope_theta": -1}).encode(), "rope_theta must be above 0"),
+        (json.dumps(SETTINGS | {"rms_norm_eps": float("nan")}).encode(), "rms_norm_eps must be a finite number"),
     ],
 )
-def test_both_forms_of_rotary_settings(keys, expected):
-    config = hub.config_from_hf(SETTINGS | keys)
-    assert (config.rope_theta, config.rope_scaling) == expected
+def test_a_broken_configuration_is_named_with_its_file(text, message, tmp_path):
+    (tmp_path / "config.json").write_bytes(text)
+    with pytest.raises(ValueError, match=rf"config\.json.*{message}"):
+        load_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"model_type": "gpt2"}, "model_type 'gpt2' is not supported: expected one of llama, qwen2"),
-        ({"model_type": None}, "model_type None is not supported"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn' is not supported"),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope type 'linear' is not supported"),
-        ({"rope_parameters": {"rope_type": "llama3", "factor": 2.0}}, "'llama3' lacks low_freq_factor, high_freq"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
-        ({"mlp_bias": True}, "mlp_bias True is not supported: expected False"),
-        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported: expected 'silu'"),
-        ({"model_type": "qwen2", "use_sliding_window": True}, "use_sliding_window True is not supported"),
-        ({"quantization_config": {"bits": 4}}, r"quantization_config \{'bits': 4\} is not supported"),
-        ({"num_key_value_heads": 3}, "must be a multiple of"),
-    ],
-)
-def test_what_the_decoder_does_not_compute_is_refused(keys, message):
-    with pytest.raises(ValueError, match=message):
-        hub.config_from_hf(SETTINGS | keys)
-
-
-def test_missing_sizes_are_listed():
-    with pytest.raises(ValueError, match=r"config\.json lacks vocab_size, hidden_size"):
-        hub.config_from_hf({name: SETTINGS[name] for name in SETTINGS if name not in ("vocab_size", "hidden_size")})
+def test_a_byte_order_mark_says_nothing(folder):
+    config = folder / "config.json"
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    assert_equal_trees(load_pretrained(folder)[1], random_params(TINY))
 
 
 # --- tensors and files ---
@@ -354,6 +334,8 @@ def test_tensors_that_change_nothing_may_stay(folder):
 def test_a_bias_on_the_output_of_attention_is_refused_unless_zero(tmp_path):
     folder = save_pretrained(tmp_path / "model", CONFIGS["bias"], random_params(CONFIGS["bias"]))
     name = "model.layers.2.self_attn.o_proj.bias"
+    edit(folder, lambda tensors: tensors.update({name: np.zeros(32, np.float32)}))
+    assert_equal_trees(load_pretrained(folder)[1], random_params(CONFIGS["bias"]))
     edit(folder, lambda tensors: tensors.update({name: tensors[name] + ml_dtypes.finfo("float32").tiny}))
     with pytest.raises(ValueError, match=f"tensor {name} is not zero"):
         load_pretrained(folder)
@@ -378,6 +360,63 @@ def test_missing_shard_is_named(folder):
     (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00002.safetensors"}}')
     with pytest.raises(FileNotFoundError, match=r"has no model-00001-of-00002\.safetensors"):
         load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        ({"weight_map": {"a": "../model.safetensors"}}, r"must name \.safetensors files of the same folder.*for a"),
+        ({"weight_map": {"a": "/etc/x.safetensors"}}, "files of the same folder"),
+        ({"weight_map": {"a": "sub/x.safetensors"}}, "files of the same folder"),
+        ({"weight_map": {"a": "sub\\x.safetensors"}}, "files of the same folder"),
+        ({"weight_map": {"a": "..safetensors/.."}}, "files of the same folder"),
+        ({"weight_map": {"a": ".hidden.safetensors"}}, "files of the same folder"),
+        ({"weight_map": {"a": "model.bin"}}, "files of the same folder"),
+        ({"weight_map": {"a": 3}}, "files of the same folder, got 3 for a"),
+        ({"weight_map": {}}, "weight_map must be an object"),
+        ({"weight_map": ["a"]}, "weight_map must be an object"),
+        ({}, "weight_map must be an object"),
+        ([], "weight_map must be an object"),
+    ],
+)
+def test_an_index_names_files_of_its_folder_alone(folder, index, message):
+    (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"index\.json.*{message}"):
+        load_pretrained(folder)
+
+
+# --- beside the source ---
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder as it comes from the Hub: with fields that no family reads, and templates of its own."""
+    peer = peer_model(Qwen2ForCausalLM, peer_config(Qwen2Config, eos_token_id=[5, 6], tie_word_embeddings=True))
+    peer.save_pretrained(tmp_path / "source")
+    config = json.loads((tmp_path / "source" / "config.json").read_text()) | {"initializer_range": 0.125}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    (tmp_path / "source" / "additional_chat_templates").mkdir()
+    (tmp_path / "source" / "additional_chat_templates" / "tools.jinja").write_text("{{ x }}")
+    return tmp_path / "source"
+
+
+def test_the_source_config_goes_along_with_its_dtype_changed(source, tmp_path):
+    model, params = load_pretrained(source, precision=Precision("bfloat16"))
+    folder = save_pretrained(tmp_path / "saved", model, params, source)
+    before, after = (json.loads((one / "config.json").read_text()) for one in (source, folder))
+    assert after == before | {"dtype": "bfloat16"}
+    assert (folder / "additional_chat_templates" / "tools.jinja").read_text() == "{{ x }}"
+    assert AutoModelForCausalLM.from_pretrained(folder, dtype="auto").dtype == torch.bfloat16
+
+
+def test_another_model_does_not_get_the_source_config(source, tmp_path):
+    params = random_params(TINY)
+    settings = json.loads((save_pretrained(tmp_path / "saved", TINY, params, source) / "config.json").read_text())
+    assert (settings["model_type"], settings["hidden_size"], settings["num_hidden_layers"]) == ("llama", 32, 3)
+    assert settings["eos_token_id"] == [5, 6]
+    assert "initializer_range" not in settings
 
 
 # --- the Hub ---

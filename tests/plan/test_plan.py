@@ -129,6 +129,13 @@ def test_without_libtpu_it_says_how_to_get_it(capsys):
         ("qwen2.5-1.5b", 1.544),
         ("Qwen2.5-7B", 7.616),
         ("qwen2.5-32b", 32.764),
+        ("smollm3-3b", 3.075),
+        ("llama-3.2-1b", 1.236),
+        ("qwen3-0.6b", 0.596),
+        ("qwen3-1.7b", 1.721),
+        ("qwen3-4b", 4.022),
+        ("qwen3-8b", 8.191),
+        ("gemma-2-2b", 2.614),
     ],
 )
 def test_built_in_shapes_have_their_published_size(name, billions):

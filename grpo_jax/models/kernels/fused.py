@@ -11,10 +11,14 @@ which is what `attend_causal` gives for the prompt alone and for completions aft
 false for the prompt's padding, which is never read. TPUs do it in one Pallas kernel (`fused_tpu`),
 NVIDIA's GPUs by cuDNN (`fused_cuda`).
 
-Left out on purpose: encoding a prompt to sample from it, decoding, and AMD's GPUs.
+Left out on purpose: encoding a prompt to sample from it, decoding, AMD's GPUs, windows and capped
+scores: einsums compute those.
 """
 
+import warnings
 from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
 
 import jax
 
@@ -23,6 +27,25 @@ from grpo_jax.models.language_model import LanguageModel
 # What the arguments' axes are, by which `parallel.spread` cuts them: key heads and prompts are
 # independent.
 AXES = ("kv batch whole whole whole", "kv batch whole whole", "kv batch whole whole", "batch whole")
+
+
+def not_fused(config: Any) -> str | None:
+    """What of a model's attention no kernel computes, in words; None: they compute all of it."""
+    found = {
+        "a window": any(getattr(config, "layer_windows", None) or ()),
+        "capped scores": getattr(config, "attention_cap", None) is not None,
+    }
+    return " and ".join(name for name, has in found.items() if has) or None
+
+
+@lru_cache(maxsize=64)
+def _say_not_fused(reason: str, model_type: str) -> None:
+    """Once for each kind of model."""
+    warnings.warn(
+        f"a {model_type} model with {reason} trains by einsums: the fused attention of this device "
+        "computes neither windows nor capped scores",
+        stacklevel=3,
+    )
 
 
 def with_fused_attention(
@@ -36,6 +59,10 @@ def with_fused_attention(
     `over` may spread the attention over devices.
     """
     if not model.with_attention:
+        return model
+    if reason := not_fused(model.config):
+        if device.platform != "cpu":
+            _say_not_fused(reason, getattr(model.config, "model_type", "language"))
         return model
     if device.platform == "tpu":
         from grpo_jax.models.kernels.fused_tpu import attend_together
