@@ -88,6 +88,25 @@ def test_parameters_are_gathered_layer_by_layer_and_gradients_scattered(folder, 
         assert moved("all-reduce") < layer / 100  # and no activations
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gradient_of_the_head_crosses_devices_once(tied, folder, optimized):
+    """And not once a chunk of tokens, with masters in float32 and products in bfloat16: it is summed over chunks
+    where it is computed, and over devices behind the loop."""
+    sizes = {"logit_chunk": 64, "compute_dtype": "bfloat16", "param_dtype": "float32", "prompts_per_step": 8}
+    shape = replace(SMALL, vocab_size=8192, tie_word_embeddings=tied)
+    config = PlanConfig.of(
+        model=folder(shape), topology="v5e:2x2", group_size=2, prompt_length=16, max_new_tokens=32, **ONE_SIZE | sizes
+    )
+    counts = make_plan(config, only=("step",)).largest("step").counts
+    head, chunks = 4 * shape.vocab_size * shape.hidden_size, 8 * 2 * 32 // 64
+    assert chunks in counts.loops.values(), "the projection goes by chunks"
+    sums = [c for c in counts.collectives if c.kind in ("all-reduce", "reduce-scatter") and c.bytes >= head / 8]
+    assert max(c.bytes for c in sums) >= head
+    assert all(c.times == 1 for c in sums if c.bytes >= head / 2)
+    # Masters are laid out as what is read, and not read: no float32 head is gathered.
+    assert max(c.bytes for c in counts.collectives if c.kind == "all-gather") <= head / 2
+
+
 def test_training_attends_by_kernels_on_each_chip(optimized):
     """On TPUs, where the key heads can be spread and the model does not refuse; and their FLOPs are counted."""
     mesh, whole = (make_mesh(**sizes, devices=devices_of(parse_topology("v5e:2x2"))) for sizes in (
