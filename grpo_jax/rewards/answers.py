@@ -47,6 +47,14 @@ def number_reward(prompt: str, completion: str, answer: str | int | Decimal) -> 
     return 1.0 if last_number(completion) == gold else 0.0
 
 
+def exact_reward(completion: str, answer: object) -> float | None:
+    """1 if a completion is `answer`, character for character but for space at its ends, 0 if not,
+    `None` if there is no answer.
+    """
+    gold = "" if answer is None else str(answer).strip()
+    return float(completion.strip() == gold) if gold else None
+
+
 def _value(run: re.Match) -> Decimal | None:
     # the point may end a sentence
     digits = run["digits"].rstrip(".,")

@@ -7,24 +7,50 @@ are wrapped by `batched` or `trl_style`. Left out on purpose: guessing. A functi
 the rows do not have, or returns what is no reward, is an error; "cannot be scored" is never a zero.
 """
 
-import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-Row = Mapping[str, Any]
-Reward = Callable[..., Any]
+from grpo_jax.rewards.calling import (
+    MESSAGES,
+    Asked,
+    Batched,
+    Reward,
+    RewardError,
+    Row,
+    arguments,
+    batched,
+    call_reward,
+    grouped,
+    outcomes,
+    reward_name,
+    trl_style,
+)
+from grpo_jax.rewards.pool import outcomes_of_workers
+from grpo_jax.rewards.waiting import waiting
+
+__all__ = [
+    "MESSAGES",
+    "RewardError",
+    "Scores",
+    "batched",
+    "call_reward",
+    "check_reward",
+    "combine",
+    "grouped",
+    "reward_functions",
+    "reward_name",
+    "score",
+    "trl_style",
+]
+
 Rewards = Reward | Sequence[Reward] | Mapping[str, Reward]
 Steps = tuple[tuple[int, float], ...]
 
-
-MESSAGES = "_messages"  # the column that holds the messages a prompt was asked with
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -40,75 +66,6 @@ class Scores(NamedTuple):
     reward_PGN: np.ndarray
     steps_PGN: list[list[list[Steps | None]]]
     failed_N: np.ndarray
-
-
-class RewardError(RuntimeError):
-    """A reward function failed or returned what is no reward; the message says which and where."""
-
-
-@dataclass(frozen=True)
-class Batched:
-    """A reward function of whole batches; made by `batched` and `trl_style`."""
-
-    fn: Reward
-    plural: bool = False
-    conversational: bool = False
-
-    def __call__(
-        self, prompts: Sequence[str], completions: Sequence[str], rows: Sequence[Row]
-    ) -> list:
-        """One value for each completion. Raises RewardError where the function returns another
-        number of them.
-        """
-        names = [name for name in rows[0] if name != MESSAGES]
-        shared = [name for name in names if all(name in row for row in rows)]
-        columns = {name: [row[name] for row in rows] for name in shared}
-        if self.conversational:
-            asked = zip(rows, prompts, strict=True)
-            prompts = [row.get(MESSAGES) or [user_message(text)] for row, text in asked]
-            completions = [[{"role": "assistant", "content": text}] for text in completions]
-        own = ("prompts", "completions") if self.plural else ("prompt", "completion")
-        columns = columns | dict(zip(own, (list(prompts), list(completions)), strict=True))
-        values = self.fn(**arguments(self.fn, columns))
-        got = (
-            len(values)
-            if isinstance(values, list | tuple | np.ndarray) and np.ndim(values) != 0
-            else None
-        )
-        if got != len(completions):
-            what = f"a single {type(values).__name__}" if got is None else f"{got} values"
-            raise RewardError(
-                f"batched reward {reward_name(self.fn)!r} returned {what} for "
-                f"{len(completions)} completions; expected a list with one value for each"
-            )
-        return list(values)
-
-
-def user_message(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
-def batched(fn: Reward) -> Batched:
-    """Adapts `fn(prompt, completion, column, ...) -> list`, where each argument is a list, one
-    entry a completion.
-    """
-    return Batched(fn)
-
-
-def trl_style(fn: Reward, *, conversational: bool = False) -> Batched:
-    """Adapts a reward written for TRL: `fn(prompts, completions, **columns) -> list`.
-
-    With `conversational`, prompts are passed as the messages they were asked with, and completions
-    as lists of one message of the assistant.
-    """
-    return Batched(fn, plural=True, conversational=conversational)
-
-
-def reward_name(fn: Reward) -> str:
-    """The name to show for a reward function, through `partial` and adapters."""
-    while isinstance(fn, partial | Batched):
-        fn = fn.func if isinstance(fn, partial) else fn.fn
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def reward_functions(rewards: Rewards) -> dict[str, Reward]:
@@ -135,43 +92,6 @@ def reward_functions(rewards: Rewards) -> dict[str, Reward]:
     return named
 
 
-def arguments(fn: Reward, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `values` that the signature of `fn` takes; all of them where it has
-    `**kwargs`.
-
-    What a `partial` has bound stays bound, and a default is used where there is no such column.
-    Raises ValueError, naming the column and those there are, where an argument has neither.
-    """
-    bound = fn.keywords if isinstance(fn, partial) else {}
-    taken = {}
-    for name, parameter in inspect.signature(fn).parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            return taken | {key: value for key, value in values.items() if key not in bound}
-        if parameter.kind is parameter.VAR_POSITIONAL or name in bound:
-            continue
-        if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ValueError(
-                f"reward {reward_name(fn)!r} takes {name!r} by position only; it is called by names"
-            )
-        if name in values:
-            taken[name] = values[name]
-        elif parameter.default is parameter.empty:
-            raise ValueError(
-                f"reward {reward_name(fn)!r} takes an argument {name!r}, but there is no such "
-                f"column; available: {', '.join(name for name in values if name != MESSAGES)}"
-            )
-    return taken
-
-
-def call_reward(fn: Reward, row: Row, prompt: str, completion: str) -> Any:
-    """What `fn` returns for one completion, called with just the arguments it takes, unchecked.
-
-    `prompt` and `completion` are the texts; a column of that name does not replace them.
-    """
-    columns = {name: value for name, value in row.items() if name != MESSAGES}
-    return fn(**arguments(fn, {**columns, "prompt": prompt, "completion": completion}))
-
-
 def check_reward(fn: Reward, row: Row) -> None:
     """Raises ValueError if `fn` takes an argument that neither a completion nor `row` gives; calls
     nothing.
@@ -190,6 +110,8 @@ def score(
     on_error: str = "raise",
     weights: Sequence[float] | None = None,
     columns_PG: Mapping[str, Sequence[Sequence[Any]]] | None = None,
+    workers: int = 0,
+    timeout: float | None = None,
 ) -> Scores:
     """Every completion under every reward function.
 
@@ -198,12 +120,18 @@ def score(
     reward, raises RewardError with its place, or, with `on_error="skip"`, becomes NaN and is
     counted. Mistakes that would repeat for every row raise either way: a missing column, a wrong
     number of prompts, completions or values.
+
+    With `workers`, functions run in as many processes (see `pool`), where a call that takes longer
+    than `timeout` seconds is ended with its process. A call that hangs, exits or is killed counts
+    as one that raised. An asynchronous function is awaited, its calls together.
     """
     if on_error not in ("raise", "skip"):
         raise ValueError(f'on_error must be "raise" or "skip", got {on_error!r}')
-    functions = list(reward_functions(rewards).values())
+    named = reward_functions(rewards)
+    functions = list(named.values())
+    check_timeout(workers, timeout)
     group = _group_size(rows, prompts, completions_PG, columns_PG or {})
-    asked = _Asked(
+    asked = Asked(
         rows=[
             {**row, **{name: column[p][g] for name, column in (columns_PG or {}).items()}}
             for p, row in enumerate(rows)
@@ -211,15 +139,16 @@ def score(
         ],
         prompts=[prompt for prompt in prompts for _ in range(group)],
         completions=[text for texts in completions_PG for text in texts],
+        group=group,
     )
     shape = (len(rows), group, len(functions))
     reward_PGN = np.full(shape, np.nan)
     failed_N = np.zeros(len(functions), int)
     steps_PGN: list = [[[None] * len(functions) for _ in range(group)] for _ in rows]
-    for n, fn in enumerate(functions):
+    for n, (name, fn) in enumerate(named.items()):
         for row in asked.rows[::group]:
             check_reward(fn, row)
-        for i, outcome in enumerate(_outcomes(fn, asked)):
+        for i, outcome in enumerate(_outcomes(name, fn, asked, workers, timeout)):
             p, g = divmod(i, group)
             try:
                 if isinstance(outcome, Exception):
@@ -233,15 +162,26 @@ def score(
     return Scores(combine(reward_PGN, weights), reward_PGN, steps_PGN, failed_N)
 
 
-class _Asked(NamedTuple):
-    """What is scored, one entry a completion."""
+def check_timeout(workers: int, timeout: float | None) -> None:
+    """Raises ValueError where a call could not be ended in time."""
+    if timeout is not None and workers < 1:
+        raise ValueError(
+            "timeout needs workers of at least 1: a call in the trainer's own process cannot be "
+            "ended"
+        )
 
-    rows: list[dict[str, Any]]
-    prompts: list[str]
-    completions: list[str]
+
+def _outcomes(
+    name: str, fn: Reward, asked: Asked, workers: int, timeout: float | None
+) -> Sequence[Any]:
+    """What the function returned for each completion, or the exception that it raised."""
+    with waiting(name):
+        if workers:
+            return outcomes_of_workers(fn, asked, workers, timeout)
+        return outcomes(fn, asked)
 
 
-def _failure(fn: Reward, error: Exception, p: int, g: int, asked: _Asked, i: int) -> RewardError:
+def _failure(fn: Reward, error: Exception, p: int, g: int, asked: Asked, i: int) -> RewardError:
     return RewardError(
         f"reward {reward_name(fn)!r} failed on prompt {p}, completion {g}: "
         f"{type(error).__name__}: {error}\n  prompt: {_short(asked.prompts[i])}\n"
@@ -284,24 +224,6 @@ def _group_size(rows, prompts, completions_PG, columns_PG) -> int:
                 "completions"
             )
     return sizes.pop()
-
-
-def _outcomes(fn: Reward, asked: _Asked) -> list:
-    """What the function returned for each completion, or the exception that it raised."""
-    if isinstance(fn, Batched):
-        try:
-            return fn(asked.prompts, asked.completions, asked.rows)
-        except RewardError:  # a wrong number of values cannot be matched to completions
-            raise
-        except Exception as error:
-            return [error] * len(asked.completions)
-    outcomes: list = []
-    for row, prompt, completion in zip(asked.rows, asked.prompts, asked.completions, strict=True):
-        try:
-            outcomes.append(call_reward(fn, row, prompt, completion))
-        except Exception as error:
-            outcomes.append(error)
-    return outcomes
 
 
 def _checked(outcome: Any, completion: str) -> tuple[float, Steps | None]:

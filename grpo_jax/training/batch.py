@@ -241,5 +241,7 @@ def score_rollout(
         texts,
         weights=scoring.weights,
         on_error=scoring.on_error,
+        workers=scoring.workers,
+        timeout=scoring.timeout,
         columns_PG=reward_columns(rollout),
     )

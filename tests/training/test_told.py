@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import warnings
 from decimal import Decimal
 from fractions import Fraction
@@ -64,6 +65,17 @@ def test_a_reward_may_read_ids_length_and_stop():
         assert len(ids) == length
         assert BYTES.decode(ids) == text
         assert stopped == (ids[-1] in BYTES.stop_ids)
+
+
+def test_rewards_run_in_workers_where_asked_and_lose_only_the_completion_that_ends_one():
+    def process(completion, completion_ids):
+        if completion_ids[0] % 2:
+            os._exit(1)
+        return float(os.getpid())
+
+    _, metrics = only(run(letters()._replace(reward=process), scoring=Scoring(on_error="skip", workers=1, timeout=30)))
+    assert metrics["reward"] > 0
+    assert metrics["reward"] != os.getpid()
 
 
 def test_overlong_is_bound_by_two_numbers():
