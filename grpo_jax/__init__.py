@@ -47,7 +47,7 @@ from grpo_jax.parallel.backends import SINGLE, pmapped, sharded
 from grpo_jax.parallel.sharding import make_mesh
 from grpo_jax.runs.cache import keep_programs
 from grpo_jax.runs.folder import run_folder
-from grpo_jax.tasks import Task, pricing
+from grpo_jax.tasks import Task, load_task, pricing
 from grpo_jax.training.batch import assemble
 from grpo_jax.training.evaluate import evaluate
 from grpo_jax.training.loop import collect, iterate, train
@@ -106,6 +106,7 @@ __all__ = [
     "k3",
     "keep_programs",
     "load_pretrained",
+    "load_task",
     "load_tokenizer",
     "make_mesh",
     "make_stages",

@@ -1,9 +1,9 @@
 """From a configuration to what a run is made of: model, task, objective, optimiser, devices."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -13,10 +13,11 @@ from grpo_jax.inference.critic import Critic, value_network
 from grpo_jax.inference.tokenizer import Tokenizer, load_tokenizer
 from grpo_jax.models import DecoderConfig, LanguageModel, decoder, load_pretrained
 from grpo_jax.objectives import PRESETS, Objective, ema, every, reads
+from grpo_jax.options import Data
 from grpo_jax.parallel.backends import SINGLE, Devices, pmapped, sharded
 from grpo_jax.parallel.memory import remat_by_memory
 from grpo_jax.parallel.sharding import make_mesh, mesh_sizes
-from grpo_jax.tasks import TASKS, Task
+from grpo_jax.tasks import Task, load_task, make_task, with_reward
 from grpo_jax.training.checks import check_positions
 from grpo_jax.training.optimizers import adamw
 from grpo_jax.training.rows import prompt_width
@@ -39,12 +40,13 @@ class Components(NamedTuple):
     devices: Devices = SINGLE
 
 
-def build(config: TrainConfig) -> Components:
+def build(config: TrainConfig, record: Mapping[str, Any] | None = None) -> Components:
     """The components of a configuration; the parameters are the model's own, before any training.
 
     They are still on the host where a mesh will spread them: a model may be larger than a device.
+    `record` is what an earlier start of the run kept of its data.
     """
-    task = task_of(config)
+    task = task_of(config, record)
     tokenizer = tokenizer_of(config)
     with on_host(config.mesh is not None):
         model, params = model_of(config, tokenizer)
@@ -104,15 +106,32 @@ def stages_of(config: TrainConfig, components: Components) -> Stages:
     )
 
 
-def task_of(config: TrainConfig) -> Task:
-    """The task, which must have rows that a run is judged on."""
-    task = TASKS[config.task](**config.task_options())
+def task_of(config: TrainConfig, record: Mapping[str, Any] | None = None) -> Task:
+    """The task, which must have rows that a run is judged on.
+
+    `record` is what an earlier start of the run kept of its data.
+    """
+    source = config.source
+    if source.data is not None:
+        task = task_of_data(source, record)
+    else:
+        task = make_task(config.task, config.task_options())
+        task = with_reward(task, source.reward) if source.reward else task
     if not len(task.held_out):
         raise ValueError(
             f"task {task.name!r} has no held-out rows: a run is judged on them before and after "
             "training"
         )
     return task
+
+
+def task_of_data(source: Data, record: Mapping[str, Any] | None = None) -> Task:
+    """The task of the caller's own rows."""
+    options = source._asdict()
+    path_or_id, reward = options.pop("data"), options.pop("reward")
+    prompt, target = options.pop("prompt_column"), options.pop("target_column")
+    named = {"reward": reward or None, "prompt": prompt, "target": target, "record": record}
+    return load_task(path_or_id, **named, **options)
 
 
 def tokenizer_of(config: TrainConfig) -> Tokenizer:

@@ -11,6 +11,7 @@ import datetime
 import difflib
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +23,7 @@ from grpo_jax.named_options import (
     choose,
     from_json,
     keyword_arguments,
+    missing_options,
     named_value,
     option_paths,
     with_options,
@@ -31,6 +33,7 @@ from grpo_jax.objectives import PRESETS
 from grpo_jax.options import (
     AdamW,
     Batching,
+    Data,
     Generation,
     OptionError,
     Precision,
@@ -41,9 +44,11 @@ from grpo_jax.options import (
     whole,
 )
 from grpo_jax.parallel.sharding import DECODE_RULES, mesh_sizes
-from grpo_jax.tasks import TASKS
+from grpo_jax.tasks import TASKS, task_function
 
 TINY = "tiny"
+TASK = "pricing"
+OWN_DATA = "data"  # the task of a run on the caller's own rows
 
 # What suits the model: True for the tiny one, False for a pretrained one.
 BY_MODEL: dict[bool, dict[str, Any]] = {
@@ -97,10 +102,11 @@ class TrainConfig:
     Defaults that depend on the model are those of the --model that is given.
     """
 
-    task: str = "pricing"
-    """Where prompts and rewards come from."""
+    task: str = TASK
+    """Prompts and rewards: pricing, reasoning_gym:NAME, or FILE.py:FUNCTION that makes a Task."""
     task_args: tuple[str, ...] = ()
     """Options of the task as NAME=VALUE, for example level=2 held_out_size=1000."""
+    source: Annotated[Data, Flat] = Data()
     model: str = TINY
     """The model: "tiny", a byte-level one from scratch, or a Hugging Face folder or Hub id."""
     template_args: tuple[str, ...] = ()
@@ -147,6 +153,10 @@ class TrainConfig:
     """Iterations between checkpoints; the last iteration is saved too."""
     keep_checkpoints: int = 2
     """Checkpoints to keep, besides the first."""
+    keep_minutes: int | None = None
+    """One checkpoint is kept for each so many minutes, whatever comes later; None: none."""
+    keep_best: int = 0
+    """Checkpoints to keep for the best held-out reward; those at which the run is evaluated."""
     log_completions: int = 4
     """Completions of an iteration that are written to completions.jsonl."""
     mesh: str | None = None
@@ -186,6 +196,9 @@ class TrainConfig:
         if isinstance(self.scoring.weights, list):  # as the command line gives them
             scoring = self.scoring._replace(weights=tuple(self.scoring.weights))
             object.__setattr__(self, "scoring", scoring)
+        if self.source.data is not None and self.task == TASK:
+            object.__setattr__(self, "task", OWN_DATA)
+        self.source.check()
         check_names(self)
         check_numbers(self)
         self.generation.check().sampling.check_training()
@@ -202,7 +215,9 @@ class TrainConfig:
     def resolved(self) -> "TrainConfig":
         """The same run with every option of its task and objective said, as config.json has it."""
         changes = {}
-        functions = {"task_args": TASKS[self.task], "objective_args": PRESETS[self.objective]}
+        functions: dict[str, Callable] = {"objective_args": PRESETS[self.objective]}
+        if self.source.data is None:
+            functions["task_args"] = task_function(self.task)
         for field, function in functions.items():
             known = inspect.signature(function).parameters
             suited = ARGUMENTS[self.model == TINY][field]
@@ -217,7 +232,14 @@ class TrainConfig:
         return dataclasses.replace(self, **changes)
 
     def task_options(self) -> dict[str, Any]:
-        return keyword_arguments(TASKS[self.task], self.task_args, "task_args")
+        return keyword_arguments(task_function(self.task), self.task_args, "task_args")
+
+    @property
+    def task_name(self) -> str:
+        """The task in a word, for a folder's name."""
+        if self.source.data is not None:
+            return Path(self.source.data).stem
+        return self.task.rpartition(":")[2]
 
     def template_options(self) -> dict[str, Any]:
         """What `load_tokenizer` takes."""
@@ -231,13 +253,29 @@ class TrainConfig:
 
 def check_names(config: TrainConfig) -> None:
     """Raises an `OptionError` for a name that nothing has."""
-    choose("task", config.task, TASKS)
+    check_task(config)
     choose("objective", config.objective, PRESETS)
     check_precision(config)
     choose("remat", config.remat, ("auto", *REMAT))
     choose("decode_weights", config.decode_weights, DECODE_RULES)
-    keyword_arguments(TASKS[config.task], config.task_args, "task_args")
     keyword_arguments(PRESETS[config.objective], config.objective_args, "objective_args")
+
+
+def check_task(config: TrainConfig) -> None:
+    """Raises an `OptionError` for a task that is not there, or for two of them."""
+    if config.source.data is not None:
+        if config.task != OWN_DATA:
+            raise OptionError("task", "and data are two places of rows; give one of them")
+        if config.task_args:
+            raise OptionError("task_args", "are options of a task, and data has none")
+        return
+    if ":" not in config.task:
+        choose("task", config.task, TASKS)
+    try:
+        function = task_function(config.task)
+    except (ValueError, OSError) as error:
+        raise OptionError("task", f"cannot be made: {error}") from error
+    keyword_arguments(function, config.task_args, "task_args")
 
 
 def check_precision(config: TrainConfig) -> None:
@@ -253,9 +291,9 @@ def check_numbers(config: TrainConfig) -> None:
     """Raises an `OptionError` for a number out of its range."""
     for name in ("steps", "eval_every", "eval_batch_size", "save_every", "keep_checkpoints"):
         whole(name, getattr(config, name), 1)
-    for name in ("eval_rows", "ref_every", "pmap"):
+    for name in ("eval_rows", "ref_every", "pmap", "keep_minutes"):
         whole(name, getattr(config, name), 1, or_none=True)
-    for name in ("max_staleness", "sft_steps", "log_completions", "seed"):
+    for name in ("max_staleness", "sft_steps", "log_completions", "seed", "keep_best"):
         whole(name, getattr(config, name), 0)
     number("sft_target_loss", config.sft_target_loss, 0)
     for pair in config.template_args:
@@ -292,12 +330,32 @@ def load_config(run: str | Path) -> TrainConfig:
     path = Path(run) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{run} is no run folder: it has no config.json")
+    return read_config(path)
+
+
+def read_config(path: str | Path) -> TrainConfig:
+    """The configuration that a config.json holds, every option of it.
+
+    Raises FileNotFoundError if it is not there, ValueError with file and field if it does not fit.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no file {path}")
     try:
-        return from_json(TrainConfig, json.loads(path.read_text()), str(path))
+        values = json.loads(path.read_bytes())
+        config = from_json(TrainConfig, values, str(path))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path} is no JSON: {error}") from None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no UTF-8 text: {error}") from None
     except OptionError as error:
         raise ValueError(f"{path}: {error}") from None
+    if missing := missing_options(TrainConfig, values):
+        raise ValueError(
+            f"{path} lacks {', '.join(missing)}: it must say every option, for a default may be "
+            "another one than that of the run"
+        )
+    return config
 
 
 def tiny_config(vocab_size: int, precision: Precision = Precision()) -> DecoderConfig:

@@ -71,6 +71,17 @@ def from_json(cls: type, values: Any, where: str) -> Any:
     return cls(**made)
 
 
+def missing_options(cls: type, values: Mapping[str, Any], within: str = "") -> list[str]:
+    """The options that JSON of a configuration does not say, such as `optimizer.clip_norm`."""
+    missing = []
+    for name, kind in get_type_hints(cls).items():
+        if name not in values:
+            missing.append(within + name)
+        elif hasattr(kind, "_fields"):
+            missing += missing_options(kind, values[name], f"{within}{name}.")
+    return missing
+
+
 def is_a(value: Any, kind: Any) -> bool:
     """Whether a value that JSON holds is of an annotated type."""
     if isinstance(kind, UnionType):

@@ -16,6 +16,7 @@ ON_ERROR = ("raise", "skip")
 OLD_LOGP = ("auto", "sampler", "first_epoch")
 DTYPES = ("float32", "bfloat16", "float16")
 SCHEDULES = ("constant", "linear", "cosine")
+ON_BAD_ROW = ("raise", "skip")
 
 
 class OptionError(ValueError):
@@ -150,11 +151,18 @@ class Scoring(NamedTuple):
     """One weight for each reward function; None weighs all of them 1."""
     on_error: str = "raise"
     """A reward that raises ends the run ("raise"), or its completion is not scored ("skip")."""
+    workers: int = 0
+    """Processes that reward functions run in; 0: the trainer's own."""
+    timeout: float | None = None
+    """Seconds after which a call of a reward in a worker is ended, as one that raised; None: never.
+    """
 
     def check(self, functions: int | None = None) -> "Scoring":
         """Returns itself, or raises an `OptionError`; `functions` is the number of rewards."""
         if self.on_error not in ON_ERROR:
             raise OptionError("on_error", f"must be one of {ON_ERROR}, got {self.on_error!r}")
+        whole("workers", self.workers, 0)
+        self._check_timeout()
         if self.weights is None:
             return self
         count = len(self.weights) if functions is None else functions
@@ -162,6 +170,64 @@ class Scoring(NamedTuple):
         if len(self.weights) != count or not finite:
             expected = f"{count} finite weights, one for each reward function"
             raise OptionError("weights", f"must be {expected}, got {self.weights!r}")
+        return self
+
+    def _check_timeout(self) -> None:
+        if self.timeout is None:
+            return
+        number("timeout", self.timeout, 0)
+        if self.timeout == 0:
+            raise OptionError("timeout", "must be above 0, or None for no limit, got 0")
+        if self.workers == 0:
+            problem = "needs workers of at least 1: a call in the trainer's process cannot be ended"
+            raise OptionError("timeout", f"{problem}; got {self.timeout!r}")
+
+
+class Data(NamedTuple):
+    """Rows of the caller's own, and the reward that scores them (see `tasks.load_task`)."""
+
+    data: str | None = None
+    """Rows to train on: JSONL, JSON, CSV, Parquet, a folder of `datasets` or a Hub id."""
+    reward: tuple[str, ...] = ()
+    """FILE.py:FUNCTION, module:FUNCTION or a name of the library's; several may be given."""
+    split: str | None = None
+    """The split of the data; None: "train", or the only one."""
+    subset: str | None = None
+    """The configuration of a Hub dataset that has several."""
+    eval_data: str | None = None
+    """Where the held-out rows are; None: a share of the data, or a split of it."""
+    eval_split: str | None = None
+    """The split of the held-out rows."""
+    eval_share: float = 0.05
+    """The share of the rows that is held out, by a hash of each, where nothing else says which."""
+    prompt_column: str | None = None
+    """The column that is asked, as text or chat messages; None: the first of the usual names."""
+    prompt_template: str | None = None
+    """What the user says, as a jinja2 template of the columns: "{{ question }} Think first."."""
+    system_prompt: str | None = None
+    """What the system says before the prompt."""
+    target_column: str | None = None
+    """The column of a right completion, for --sft-steps; None: solution or answer."""
+    on_bad_row: str = "raise"
+    """A row that cannot be used ends the run ("raise"), or is left out and counted ("skip")."""
+
+    def check(self) -> "Data":
+        """Returns itself, or raises an `OptionError` for the first value out of its range."""
+        if self.on_bad_row not in ON_BAD_ROW:
+            raise OptionError("on_bad_row", f"must be one of {ON_BAD_ROW}, got {self.on_bad_row!r}")
+        if not (is_number(self.eval_share) and 0 < self.eval_share <= 1):
+            raise OptionError("eval_share", f"must be in (0, 1], got {self.eval_share!r}")
+        if isinstance(self.reward, str) or not all(isinstance(one, str) for one in self.reward):
+            problem = "must be names of functions, such as ('rewards.py:near',)"
+            raise OptionError("reward", f"{problem}, got {self.reward!r}")
+        if self.data is None:
+            usual = Data()._replace(reward=self.reward)
+            for name, value in self._asdict().items():
+                if value != getattr(usual, name):
+                    raise OptionError(name, "is for rows of your own: give data, or leave it out")
+        if self.prompt_column is not None and self.prompt_template is not None:
+            problem = "and prompt_template are two ways to ask; give one of them"
+            raise OptionError("prompt_column", problem)
         return self
 
 

@@ -3,8 +3,22 @@
 import math
 from typing import Any
 
+from grpo_jax.options import Data
+
 OTHER = {
     "task_args": ("level=2", "wording=natural"),
+    "data": "some.jsonl",
+    "reward": ("number_reward", "own.py:near"),
+    "split": "test",
+    "subset": "main",
+    "eval_data": "other.jsonl",
+    "eval_split": "dev",
+    "eval_share": 0.25,
+    "prompt_column": "ask",
+    "prompt_template": "{{ question }}",
+    "system_prompt": "Be short.",
+    "target_column": "gold",
+    "on_bad_row": "skip",
     "model": "some/folder",
     "template_args": ("enable_thinking=false", "name=value"),
     "template_date": "2024-07-01",
@@ -34,6 +48,8 @@ OTHER = {
     "drop_zero_variance": True,
     "weights": (1.0, 0.5),
     "on_error": "skip",
+    "workers": 3,
+    "timeout": 30.0,
     "learning_rate": 1e-4,
     "schedule": "linear",
     "lr_warmup": 3,
@@ -51,6 +67,8 @@ OTHER = {
     "eval_batch_size": 12,
     "save_every": 13,
     "keep_checkpoints": 4,
+    "keep_minutes": 30,
+    "keep_best": 2,
     "log_completions": 0,
     "mesh": "data=2,fsdp=4",
     "pmap": 2,
@@ -60,6 +78,11 @@ OTHER = {
 }
 
 
+OF_DATA = set(Data._fields) - {"data", "reward"}  # what is said of rows of one's own
+
+
 def needed(name: str) -> dict[str, Any]:
     """What another option must be for the value of this one."""
-    return {"mesh": "data=2"} if name == "decode_weights" else {}
+    if name in OF_DATA:
+        return {"data": "any.csv"}
+    return {"decode_weights": {"mesh": "data=2"}, "timeout": {"workers": 2}}.get(name, {})

@@ -16,7 +16,7 @@ from grpo_jax.cli.sample import Sample
 from grpo_jax.cli.train import Train, narrowed, run_config
 from grpo_jax.config import BY_MODEL, TrainConfig, load_config
 from grpo_jax.named_options import flag, option, option_paths
-from grpo_jax.options import AdamW, Batching, Generation, Sampling, Scoring, Update
+from grpo_jax.options import AdamW, Batching, Data, Generation, Sampling, Scoring, Update
 from grpo_jax.runs import run
 from grpo_jax.runs.folder import read_lines, write_json
 from grpo_jax.tasks import TASKS
@@ -210,7 +210,10 @@ def test_a_run_is_never_overwritten(whole, call):
         (["train", "--objective-args", "beta=-1", "--out", "unused"], ["error: beta must be", "not negative, got -1"]),
         (["evl"], ["evl", "eval"]),
         ([], ["train", "eval", "sample"]),
-        (["eval"], ["RUN", "required"]),
+        (["eval"], ["error: --model or a run folder must be given, and not both"]),
+        (["eval", "--model", "m"], ["error: --data or a task must be given: a model has no rows of its own"]),
+        (["train", "--eval-share", "0.5"], ["error: --eval-share is for rows of your own: give data"]),
+        (["train", "--data", "none.jsonl", "--out", "unused"], ["error: there is no file none.jsonl"]),
         (["sample", "run"], ["TEXT", "required"]),
     ],
     ids=" ".join,
@@ -291,6 +294,9 @@ def test_help_has_every_option_its_description_and_its_default(name, command, mo
         assert re.search(rf"\n[│ ]+{field.name.upper()} +[A-Z].+\. \(required\)", out)
     pages = entries(out)
     names = set(option_paths(command)) - {field.name for field in required}
+    if command is Eval:  # which a --model stands in for
+        names -= {"run"}
+        assert re.search(r"\n[│ ]+\[RUN\] +The run folder; .+\.", out)
     assert set(pages) == {flag(name) for name in names}
     for name in names:
         text, default = pages[flag(name)]
@@ -303,7 +309,7 @@ def test_help_has_every_option_its_description_and_its_default(name, command, mo
 def test_every_option_of_every_tuple_is_a_flag_of_train(call, monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     pages = entries(call("train", "--help")[1])
-    for kind in (Generation, Sampling, Update, Batching, Scoring, AdamW):
+    for kind in (Data, Generation, Sampling, Update, Batching, Scoring, AdamW):
         assert {flag(name) for name in kind._fields if name != "sampling"} <= set(pages)
     assert {flag(name) for name in BY_MODEL[True]} <= set(pages)
 

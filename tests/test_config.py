@@ -12,11 +12,11 @@ from grpo_jax.config import ARGUMENTS, BY_MODEL, TrainConfig, load_config, tiny_
 from grpo_jax.inference.tokenizer import ByteTokenizer
 from grpo_jax.named_options import flag, keyword_arguments, option, option_paths, written
 from grpo_jax.objectives import PRESETS
-from grpo_jax.options import AdamW, Batching, Generation, OptionError, Precision, Sampling, Scoring, Update
+from grpo_jax.options import AdamW, Batching, Data, Generation, OptionError, Precision, Sampling, Scoring, Update
 from grpo_jax.runs.folder import write_json
 from grpo_jax.tasks import TASKS
 
-from other_values import OTHER, needed
+from other_values import OF_DATA, OTHER, needed
 
 nan = float("nan")
 WRONG = {
@@ -34,6 +34,8 @@ WRONG = {
     "eval_batch_size": [0],
     "save_every": [0],
     "keep_checkpoints": [0],
+    "keep_minutes": [0],
+    "keep_best": [-1],
     "ref_every": [0],
     "ref_ema": [-0.1, 1.1, nan],
     "lr_warmup": [-1],
@@ -59,6 +61,8 @@ WRONG = {
     "schedule": ["cosin"],
     "old_logp": ["samplr"],
     "on_error": ["rais"],
+    "workers": [-1],
+    "timeout": [0.0, nan, 1.0],
     "weights": [(1.0, nan), ("1",)],
     "compactions": [-1],
     "decode_slots": [0],
@@ -69,9 +73,16 @@ WRONG = {
     "mesh": ["", "data", "dta=2", "data=0", "data=2,data=2", "data=2;fsdp=2"],
     "pmap": [0],
     "decode_weights": ["splt", "split"],
+    "reward": ["own.py:near", (3,)],
+    "eval_share": [0.0, 1.5, nan, "half"],
+    "on_bad_row": ["drop"],
+    "prompt_column": ["question"],
     "task_args": [("levl=2",), ("level",), ("level=two",)],
     "objective_args": [("bta=1",), ("beta",), ("beta=little",)],
 }
+
+# Of rows of one's own: files and columns are looked for later.
+ANY_TEXT = {"data", "split", "subset", "eval_data", "eval_split", "prompt_template", "system_prompt", "target_column"}
 
 
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG.items() for value in values])
@@ -84,17 +95,17 @@ def test_a_wrong_value_is_named_by_its_option(field, value):
 
 def test_every_option_that_can_be_wrong_is_checked():
     """All but a switch, and those for which any text is right: a folder, or a model that is looked for later."""
-    assert set(WRONG) == set(option_paths(TrainConfig)) - {"model", "out", "compile_ahead"}
+    assert set(WRONG) == set(option_paths(TrainConfig)) - {"model", "out", "compile_ahead"} - ANY_TEXT
 
 
 def test_every_option_of_every_tuple_is_an_option_of_a_run():
     """By its own name, none hidden behind another; `weights` and all."""
     paths = option_paths(TrainConfig)
-    for kind in (Sampling, Generation, Update, Batching, Scoring, AdamW):
+    for kind in (Data, Sampling, Generation, Update, Batching, Scoring, AdamW):
         for name in kind._fields:
             assert name == "sampling" or paths[name][-1] == name, name
     places = {path[:-1] for path in paths.values()}
-    tuples = ("update", "batching", "scoring", "optimizer", "generation")
+    tuples = ("source", "update", "batching", "scoring", "optimizer", "generation")
     assert places == {(), ("generation", "sampling"), *((name,) for name in tuples)}
     fields = [field.name for field in dataclasses.fields(TrainConfig)]
     flat = [name for name, path in paths.items() if len(path) == 1]
@@ -227,7 +238,7 @@ def test_an_option_is_set_by_its_name_and_survives_a_file(tmp_path, name):
         assert option(usual, name) != OTHER[name], "the default would show nothing"
     if name not in ("model", "objective"):  # others depend on these
         changed = {one for one in option_paths(TrainConfig) if option(config, one) != option(usual, one)}
-        assert changed == {name}
+        assert changed - ({"task", "task_args"} if name == "data" else set()) == {name}
     write_json(tmp_path / "config.json", config)
     assert load_config(tmp_path) == config
 
@@ -240,7 +251,7 @@ def test_a_file_holds_every_option_where_it_is(tmp_path):
         for part in path:
             found = found.pop(part) if part == path[-1] else found[part]
     left = {"generation": {"sampling": {}}, "update": {}, "batching": {}, "scoring": {}, "optimizer": {}}
-    assert values == left, "and no more"
+    assert values == left | {"source": {}}, "and no more"
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -364,9 +375,25 @@ def test_what_is_no_run_is_said(tmp_path):
         load_config(tmp_path)
 
 
-def test_a_file_may_leave_options_out(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"steps": 3, "optimizer": {"learning_rate": 1}}))
-    assert load_config(tmp_path) == TrainConfig(steps=3, optimizer=AdamW(learning_rate=1))
+def test_a_file_says_every_option(tmp_path):
+    """A default may have been another one when the run began."""
+    write_json(tmp_path / "config.json", TrainConfig(steps=3))
+    values = json.loads((tmp_path / "config.json").read_text())
+    assert load_config(tmp_path) == TrainConfig(steps=3)
+    del values["steps"], values["optimizer"]["clip_norm"]
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(ValueError, match=r"config\.json lacks steps, optimizer\.clip_norm: it must say every option"):
+        load_config(tmp_path)
+
+
+def test_a_file_that_is_no_text_is_said(tmp_path):
+    write_json(tmp_path / "config.json", TrainConfig(steps=3))
+    text = (tmp_path / "config.json").read_text()
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert load_config(tmp_path) == TrainConfig(steps=3), "a byte order mark is no mistake"
+    (tmp_path / "config.json").write_bytes(b'{"task": "caf\xe9"}')
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}/config.json is no UTF-8 text: "):
+        load_config(tmp_path)
 
 
 def test_the_tiny_model_is_as_small_as_it_says():
@@ -378,3 +405,45 @@ def test_the_tiny_model_is_as_small_as_it_says():
 
 def test_flags_are_names_with_dashes():
     assert flag("max_new_tokens") == "--max-new-tokens"
+
+
+@pytest.mark.parametrize("name", sorted(OF_DATA))
+def test_options_of_rows_need_rows(name):
+    with pytest.raises(OptionError, match=f"^{name} is for rows of your own: give data"):
+        TrainConfig.of(**{name: OTHER[name]})
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"data": "a.jsonl", "task": "reasoning_gym:chain_sum"}, r"^task and data are two places of rows"),
+        ({"data": "a.jsonl", "task_args": ("level=2",)}, r"^task_args are options of a task, and data has none"),
+        ({"task": "data"}, r"^task 'data' is not known"),
+        ({"data": "a", "prompt_column": "q", "prompt_template": "{{ q }}"}, r"^prompt_column and prompt_template are"),
+        ({"task": "nowhere.py:f"}, r"^task cannot be made: there is no file nowhere\.py"),
+        ({"task": "reasoning_gym:chain_sm"}, r"^task cannot be made: .* did you mean 'chain_sum'\?"),
+        ({"task": "reasoning_gym:chain_sum", "task_args": ("mx_terms=2",)}, r"^task_args .* did you mean 'max_terms'"),
+    ],
+)  # fmt: skip
+def test_where_rows_come_from_is_said_once(values, message):
+    with pytest.raises(OptionError, match=message):
+        TrainConfig.of(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "name"),
+    [
+        ({}, "pricing"),
+        ({"data": "some/words.jsonl"}, "words"),
+        ({"data": "owner/words"}, "words"),
+        ({"task": "reasoning_gym:chain_sum"}, "chain_sum"),
+    ],
+)
+def test_a_task_in_a_word(values, name):
+    """Which a run folder is named by."""
+    assert TrainConfig.of(**values).task_name == name
+
+
+def test_every_option_of_a_task_of_reasoning_gym_is_said():
+    config = TrainConfig.of(task="reasoning_gym:chain_sum", task_args=("max_terms=3",))
+    assert config.task_options() == {"max_terms": 3}

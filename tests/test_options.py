@@ -66,6 +66,8 @@ WRONG = {
     Scoring: {
         "weights": (((1.0, nan), (inf,), ("1",), "12"), "must be {count} finite weights, one for each reward function"),
         "on_error": (("rais", None, True), "must be one of ('raise', 'skip'), got {!r}"),
+        "workers": (NO_COUNT[1:], AT_LEAST_0),
+        "timeout": (NO_AMOUNT[:-1], FINITE),
     },
     Precision: {
         "params": (("float23", None, 32), TYPES),
@@ -89,7 +91,7 @@ RIGHT = {
         "old_logp": ("auto", "sampler", "first_epoch"),
     },
     Batching: {"prompts_per_step": (1,), "prompt_length": (1, None), "length_buckets": (1,), "pack_tokens": (True,)},
-    Scoring: {"weights": (None, (0.5, -1), [1.0]), "on_error": ("raise", "skip")},
+    Scoring: {"weights": (None, (0.5, -1), [1.0]), "on_error": ("raise", "skip"), "workers": (0, 1)},
     Precision: {"params": ("bfloat16", "float16"), "compute": (None, "bfloat16"), "moments": ("bfloat16",)},
     AdamW: {
         "learning_rate": (0, 1e-9), "schedule": ("constant", "linear", "cosine"), "lr_warmup": (0,),

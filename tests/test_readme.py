@@ -1,6 +1,7 @@
 """What the README files show runs as it stands, and what they say of the project is so."""
 
 import contextlib
+import dataclasses
 import io
 import re
 import shlex
@@ -9,11 +10,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from grpo_jax import cli
+from grpo_jax.cli.arguments import TRL_NAMES, check_trl_names
+from grpo_jax.cli.entry import parsed
+from grpo_jax.cli.evaluate import Eval
+from grpo_jax.cli.plan import Plan
+from grpo_jax.cli.sample import Sample
+from grpo_jax.cli.train import Train, narrowed
 from grpo_jax.config import TrainConfig
 from grpo_jax.named_options import flag, option_paths
 from grpo_jax.objectives import PRESETS, Objective, reads
 from grpo_jax.plan.config import PlanConfig
+from grpo_jax.runs.folder import write_json
 
 ROOT = Path(__file__).parent.parent
 ROOMS = sorted((ROOT / "grpo_jax").glob("*/README.md"))
@@ -92,26 +99,30 @@ def commands(document: Path) -> list[list[str]]:
 
 
 @each_document
-def test_commands_are_understood(document):
+def test_commands_are_understood(document, tmp_path):
+    config = tmp_path / "config.json"
+    write_json(config, dataclasses.asdict(TrainConfig.of()))
     for arguments in commands(document):
+        if "--config" in arguments:  # that file is read at once
+            arguments[arguments.index("--config") + 1] = str(config)
         if "--help" in arguments:
             continue
         if arguments in (["eval"], ["sample"]):  # the command by its name alone
             arguments = [*arguments, "RUN", "TEXT"][: 2 + (arguments == ["sample"])]
-        cli.check_trl_names(arguments)
+        check_trl_names(arguments, {*option_paths(Train), *option_paths(Plan)})
         shown = io.StringIO()
         try:
             with contextlib.redirect_stderr(shown):
-                command = cli.parsed(arguments)
+                command = parsed(arguments)
         except SystemExit:
             pytest.fail(f"grpo-jax {shlex.join(arguments)}: {shown.getvalue()}")
-        kind = {cli.Train: TrainConfig, cli.Plan: PlanConfig}.get(type(command))
+        kind = {Train: TrainConfig, Plan: PlanConfig}.get(type(command))
         if kind is TrainConfig or (kind is PlanConfig and command.topology):
-            cli.narrowed(command, kind)
+            narrowed(command, kind)
 
 
 def known_flags() -> set[str]:
-    kinds = (cli.Train, cli.Eval, cli.Sample, cli.Plan)
+    kinds = (Train, Eval, Sample, Plan)
     return {flag(name) for kind in kinds for name in option_paths(kind)} | {"--help"}
 
 
@@ -136,8 +147,8 @@ def test_the_table_for_trl_has_options_of_both():
     for row in table.strip().splitlines()[1:]:
         theirs, ours, _ = (cell.strip() for cell in row.strip("|").split("|"))
         for name in re.findall(r"`(\w+)`", theirs):
-            same = name in option_paths(cli.Train)
-            assert name in cli.TRL_NAMES or name == "reward_funcs" or same, name
+            same = name in option_paths(Train)
+            assert name in TRL_NAMES or same, name
         assert set(re.findall(r"--[a-z-]+", ours)) <= known_flags()
 
 

@@ -33,9 +33,12 @@ def memory_for_training(params: Params, parts: int = 1) -> int:
     That is half of what is left beside a device's part of the weights, of two moments, of a
     reference and of a float32 gradient, if they are spread over so many `parts`.
     """
-    stats = (
-        jax.local_devices()[0].memory_stats() or {}
-    )  # processors' cores share the memory of the host
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
     held = sum(4 * x.nbytes + 4 * x.size for x in jax.tree.leaves(params)) // parts
-    return (stats.get("bytes_limit", host) - held) // 2
+    return (device_bytes() - held) // 2
+
+
+def device_bytes() -> int:
+    """Bytes of a device's memory; processors' cores share that of the host."""
+    stats = jax.local_devices()[0].memory_stats() or {}
+    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // jax.local_device_count()
+    return stats.get("bytes_limit", host)

@@ -9,6 +9,7 @@ Left out on purpose: compiling (see `plan`), and the small programs that cut and
 import dataclasses
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import jax
@@ -236,7 +237,7 @@ def kind_of(program: Program) -> str:
 def evaluation_programs(config: PlanConfig, components: Components) -> list[Program]:
     """What a run evaluates its held-out rows with."""
     c = components
-    rows = list(c.task.held_out)[: config.eval_rows]
+    rows = list(islice(c.task.held_out, config.eval_rows))
     length = config.generation.max_new_tokens
     with listed() as found:
         evaluate(

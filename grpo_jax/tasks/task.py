@@ -13,7 +13,9 @@ class Task(NamedTuple):
     """Rows to train on, rows never trained on, and functions of a row.
 
     `prompt(row)` is a chat as messages, `reward` a function of strings that is called by its
-    signature, `target(row)` a right completion, for supervised fine-tuning.
+    signature, `target(row)` a right completion, for supervised fine-tuning. Rows may be any
+    sequence: those of a large file are read when they are asked for. `record` tells the data apart
+    from other data of the same name, for whoever continues a run; rows that are made have none.
     """
 
     name: str
@@ -22,3 +24,4 @@ class Task(NamedTuple):
     prompt: Callable[[Row], list[Message]]
     reward: Callable[..., Any]
     target: Callable[[Row], str]
+    record: Mapping[str, Any] | None = None

@@ -3,6 +3,7 @@
 Left out on purpose: supervised training for its own sake, with held-out losses and checkpoints.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -19,7 +20,8 @@ from grpo_jax.options import OptionError, Update, whole
 from grpo_jax.parallel.backends import SINGLE, Devices
 from grpo_jax.tasks import Task
 from grpo_jax.training.checks import check_model, check_rows
-from grpo_jax.training.rows import prompt_width, row_indices
+from grpo_jax.training.finite import INFINITE, SKIPPED, check_finite
+from grpo_jax.training.rows import is_endless, measured, prompt_width, row_indices
 from grpo_jax.training.stages import logit_chunk_of
 from grpo_jax.training.start import start
 from grpo_jax.training.train_step import make_train_step
@@ -32,6 +34,7 @@ def nll(logp_T: jax.Array, sample: Sample) -> Mean:
     return Mean(total, sample.mask_T.sum().astype(jnp.float32))
 
 
+TOLD = ("loss", "grad_norm", SKIPPED, INFINITE)
 SUPERVISED = Objective(advantage=jnp.zeros_like, loss=nll)
 
 
@@ -82,17 +85,23 @@ def sft(
     step = make_train_step(model, SUPERVISED, optimizer, update=update, axis_name=devices.axis_name)
     step = devices.per_prompt(step, ("state", "rows"), ("state", "whole"), donate=(0,))
     width = prompt_width(task, tokenizer) if prompt_length is None else prompt_length
-    targets = [target_ids(task, tokenizer, row) for row in task.train]
-    longest = -(-max(map(len, targets)) // 8) * 8
+    some, margin = measured(task.train)
+    longest = margin * max(len(target_ids(task, tokenizer, row)) for row in some)
+    longest = -(-math.ceil(longest) // 8) * 8
     check_model(model, tokenizer, width, longest)
     state = start(SUPERVISED, optimizer, seed, None, devices, params).train
     local_rows = devices.local_rows(batch_size)
+    skipped = 0
     for number in range(steps):
-        index = row_indices(number * batch_size, batch_size, len(targets), seed)[local_rows]
-        prompts = encode(tokenizer, task.prompt, [task.train[i] for i in index], length=width)
-        batch = supervised_batch(prompts, [targets[i] for i in index], longest, tokenizer.pad_id)
+        place = (number * batch_size, batch_size, len(task.train), seed)
+        index = row_indices(*place, endless=is_endless(task.train))[local_rows]
+        rows = [task.train[i] for i in index]
+        targets = [target_ids(task, tokenizer, row) for row in rows]
+        prompts = encode(tokenizer, task.prompt, rows, length=width)
+        batch = supervised_batch(prompts, targets, longest, tokenizer.pad_id)
         state, found = step(state, devices.put_rows(batch))
         shown = {name: found[name] for name in ("loss", "grad_norm")}
+        skipped = check_finite({name: float(found[name]) for name in TOLD}, skipped)
         yield state, {"iteration": number + 1} | shown
 
 
@@ -106,6 +115,9 @@ def supervised_batch(prompts, targets: Sequence[Sequence[int]], longest: int, pa
     """Targets as groups of one, `[P, 1, longest]`."""
     tokens = np.full((len(targets), 1, longest), pad_id, np.int32)
     for row, target in zip(tokens[:, 0], targets, strict=True):
+        if len(target) > longest:
+            few = "more than those of the rows that were measured before"
+            raise ValueError(f"a target has {len(target)} tokens, {few} ({longest} at most)")
         row[: len(target)] = target
     length = np.array([len(target) for target in targets])
     mask = np.arange(longest) < length[:, None, None]
