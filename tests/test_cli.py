@@ -464,3 +464,14 @@ def test_options_of_sample_that_make_no_sense(words, message, call, tmp_path):
 def test_the_command_is_installed():
     scripts = importlib.metadata.entry_points(group="console_scripts", name="grpo-jax")
     assert [script.load() for script in scripts] == [main]
+
+
+def test_an_update_that_is_not_finite_ends_a_run_in_a_sentence(call, tmp_path):
+    """A rate of 1e30 makes infinite parameters: warnings and the cause are sentences, and no traceback is shown."""
+    code, _, err = call(
+        "train", "--steps", "3", "--learning-rate", "1e30", "--sft-steps", "0", "--out", tmp_path / "run"
+    )
+    assert code == 2
+    assert "parameters that are not finite" in err or "no update could be applied" in err
+    assert "Traceback" not in err
+    assert "UserWarning" not in err

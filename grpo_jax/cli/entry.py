@@ -2,6 +2,9 @@
 
 import sys
 import traceback
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import tyro
@@ -18,6 +21,8 @@ from grpo_jax.named_options import flag, option_paths
 from grpo_jax.options import OptionError
 from grpo_jax.parallel.processes import ProcessError
 from grpo_jax.rewards import RewardError
+from grpo_jax.training.checks import SamplerMismatchError
+from grpo_jax.training.finite import NonFiniteError
 
 
 def parsed(arguments: list[str]) -> Any:
@@ -47,17 +52,29 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         check_trl_names(arguments, {*option_paths(Train), *option_paths(Plan)})
         command = parsed(arguments)
-        actions[type(command)](command)
+        with plain_warnings():
+            actions[type(command)](command)
     except OptionError as error:
         return failed(f"{flag(error.name)} {error.text}")
     except RewardError as error:
         return failed(f"{error}{place_of(error.__cause__)}")
-    except (ValueError, OSError, ProcessError) as error:
+    except (ValueError, OSError, ProcessError, NonFiniteError, SamplerMismatchError) as error:
         return failed(str(error))
     except KeyboardInterrupt:
         Console(stderr=True).print("stopped; continue with: grpo-jax train --resume RUN")
         return 130
     return 0
+
+
+@contextmanager
+def plain_warnings() -> Iterator[None]:
+    """Warnings are told as a sentence, without the line of the library that they come from."""
+    usual = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = usual
 
 
 def place_of(error: BaseException | None) -> str:

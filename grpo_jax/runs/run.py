@@ -7,8 +7,9 @@ decision of the algorithm; a program that needs another loop writes its own arou
 import dataclasses
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,18 @@ from grpo_jax.parallel.programs import Program, listed
 from grpo_jax.parallel.sharding import make_mesh, mesh_sizes
 from grpo_jax.runs import checkpoint, folder, plots
 from grpo_jax.runs.cache import keep_programs
+from grpo_jax.runs.lock import Claim
+from grpo_jax.runs.record import record_of
+from grpo_jax.runs.saving import Saver
+from grpo_jax.runs.starting import (
+    RunStart,
+    Unwritten,
+    check_resumable,
+    claim_folder,
+    restored,
+    run_files,
+)
 from grpo_jax.runs.terminal import Screen
-from grpo_jax.training.batch import rollout_shapes
 from grpo_jax.training.evaluate import GREEDY, Evaluation, evaluate
 from grpo_jax.training.loop import iterate
 from grpo_jax.training.optimizers import adamw
@@ -38,13 +49,6 @@ from grpo_jax.types import Params, RunState
 SHOWN = ("reward", "held_out", "frac_zero_variance", "length", "kl")
 
 
-class RunStart(NamedTuple):
-    """Where a run begins or continues; `seconds` were spent on it by earlier starts."""
-
-    state: RunState
-    seconds: float = 0.0
-
-
 class LoadedRun(NamedTuple):
     """A run folder opened to be used: what it was made with, and its newest parameters."""
 
@@ -54,48 +58,81 @@ class LoadedRun(NamedTuple):
     iteration: int
 
 
-def train(config: TrainConfig, *, resume: bool = False, screen: Screen | None = None) -> dict:
+def train(
+    config: TrainConfig,
+    *,
+    resume: bool = False,
+    overrides: Collection[str] = (),
+    screen: Screen | None = None,
+) -> dict:
     """Runs a configuration to its end in `config.out` and returns the summary.
 
-    With `resume` it continues behind the newest checkpoint of that folder, as if it had never
-    stopped. Raises FileExistsError where the folder already holds a run, FileNotFoundError where
-    there is none to resume.
+    With `resume` it continues behind the newest checkpoint of that folder that is whole, as if it
+    had never stopped. Raises FileExistsError where the folder already holds a run or another run
+    holds the folder, FileNotFoundError where there is none to resume, DamagedError where no
+    checkpoint can be restored, ValueError where the configuration is not that of the checkpoints;
+    `overrides` are the options whose change is meant.
     """
     began = time.perf_counter()
     out = Path(config.out)
     keep_programs()
     screen = screen or Screen(Console(quiet=not is_main_process()))
-    run_and_gather(partial(_check_folder, out, resume))
-    components = build(config)
-    stages = stages_of(config, components)
-    _tell_devices(components, screen)
-    saved = checkpoint.open_checkpoints(out / "checkpoints", keep=config.keep_checkpoints)
-    with saved as checkpoints:
-        done = run_and_gather(partial(checkpoint.iterations, checkpoints))[0] if resume else []
-        behind = (done[-1] + 1 if done else 0) if resume else None
-        written = folder.RunFolder(out, resume_step=behind) if is_main_process() else Unwritten()
-        with written as files:
-            files.write_config(config)
-            run = _Run(config, components, stages, checkpoints, files, screen, began)
-            start = _continue(run) if done else _begin(run)
-            run = run._replace(began=began - start.seconds)
-            _iterate(run, start.state)
-            summary = run_and_gather(partial(_finish, run))[0]
+    claim = claim_folder(out, resume)
+    try:
+        summary = _train(config, resume, overrides, screen, claim, began)
+    except BaseException:
+        if claim is not None and not (out / "checkpoints" / "0").is_dir():
+            claim.remove()  # it has come to nothing
+        raise
+    finally:
+        if claim is not None:
+            claim.release()
     screen.summary(summary, out)
     return summary
 
 
-class Unwritten:
-    """The run folder as a process sees it that does not write it: every call does nothing."""
+def _train(
+    config: TrainConfig,
+    resume: bool,
+    overrides: Collection[str],
+    screen: Screen,
+    claim: Claim | None,
+    began: float,
+) -> dict:
+    """The run in a folder that is held."""
+    out = Path(config.out)
+    with _checkpoints(config) as checkpoints:
+        if resume:
+            check_resumable(config, checkpoints, overrides, screen.tell)
+        components = build(config, folder.read_data(out) if resume else None)
+        stages = stages_of(config, components)
+        _tell_devices(components, screen)
+        start = None
+        if checkpoint.iterations(checkpoints):
+            start = restored(config, components, stages, checkpoints, screen.tell)
+        behind = (start.state.iteration + 1 if start else 0) if resume else None
+        with run_files(out, behind, claim, screen.tell) as files:
+            files.write_config(config)
+            if components.task.record is not None and not resume:
+                files.write_data(components.task.record)
+            moving = components.update_reference is not None
+            saver = Saver(checkpoints, files.patience, files.sync, moving)
+            told = record_of(config)
+            run = _Run(config, components, stages, saver, files, screen, began, told)
+            start = start or _begin(run)
+            run = run._replace(began=began - start.seconds)
+            _iterate(run, start.state)
+            return run_and_gather(partial(_finish, run))[0]
 
-    def __enter__(self) -> "Unwritten":
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def __getattr__(self, name: str) -> Callable:
-        return lambda *_, **__: None
+def _checkpoints(config: TrainConfig) -> checkpoint.Checkpoints:
+    """The checkpoints of a run that writes them."""
+    return checkpoint.open_checkpoints(
+        Path(config.out) / "checkpoints",
+        keep=config.keep_checkpoints,
+        keep_minutes=config.keep_minutes,
+        keep_best=config.keep_best,
+    )
 
 
 class _Run(NamedTuple):
@@ -104,29 +141,18 @@ class _Run(NamedTuple):
     config: TrainConfig
     components: Components
     stages: Stages
-    checkpoints: checkpoint.Checkpoints
+    saver: Saver
     files: folder.RunFolder | Unwritten
     screen: Screen
     began: float
+    told: dict
 
-    def save(self, state: RunState) -> None:
-        """The checkpoint of a state, with the seconds that the run has taken."""
-        record = {"seconds": round(time.perf_counter() - self.began, 3)}
-        moving = self.components.update_reference is not None
-        checkpoint.save(self.checkpoints, state, record, moving_reference=moving)
+    def record(self) -> dict:
+        """What a checkpoint tells besides the state."""
+        return self.told | {"seconds": round(time.perf_counter() - self.began, 3)}
 
     def policy(self, state: RunState) -> Params:
         return self.stages.policy(state.train.params)
-
-
-def _check_folder(out: Path, resume: bool) -> None:
-    there = (out / "config.json").exists()
-    if there and not resume:
-        raise FileExistsError(
-            f"{out} already holds a run: continue it with --resume {out}, or choose another --out"
-        )
-    if resume and not there:
-        raise FileNotFoundError(f"no run to resume at {out}")
 
 
 def _tell_devices(components: Components, screen: Screen) -> None:
@@ -149,7 +175,7 @@ def held_out(
 
     Greedy unless `options` of `evaluate` say otherwise.
     """
-    rows = list(components.task.held_out)[: config.eval_rows]
+    rows = list(islice(components.task.held_out, config.eval_rows))
     usual = {
         "generation": GREEDY._replace(max_new_tokens=config.generation.max_new_tokens),
         "batch_size": config.eval_batch_size,
@@ -202,12 +228,13 @@ def until_loss(updates: Iterator[tuple[Any, dict]], target: float) -> Iterator[t
 def _begin(run: _Run) -> RunStart:
     """The policy that training starts from, its evaluation, and checkpoint 0."""
     params = start_policy(run.config, run.components, run.screen)
-    rows = len(list(run.components.task.held_out)[: run.config.eval_rows])
+    held = len(run.components.task.held_out)
+    rows = min(held, run.config.eval_rows or held)
     with run.screen.phase("evaluation before GRPO", rows) as show:
         _, result = held_out(run.config, run.components, params, progress=show)
     state = run.stages.start(params)
     run.files.log({"iteration": 0} | _held_out_metrics(result))
-    run.save(state)
+    run.saver.save(state, run.record(), _judged(result.mean_reward), wait=True)
     return RunStart(state)
 
 
@@ -215,23 +242,9 @@ def _held_out_metrics(result: Evaluation) -> dict[str, float]:
     return {"held_out": result.mean_reward, "held_out_length": result.length}
 
 
-def _continue(run: _Run) -> RunStart:
-    """The newest checkpoint."""
-    like = run.stages.start(run.components.params)
-    shapes = queued_shapes(run.config, run.components.prompt_length)
-    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), shapes)
-    queued = run.components.devices.put("rows", zeros)
-    state, record = checkpoint.restore(run.checkpoints, like, queued=queued)
-    return RunStart(state, record["seconds"])
-
-
-def queued_shapes(config: TrainConfig, prompt_length: int) -> Any:
-    """A batch as it waits in the queue, as shapes."""
-    P = config.batching.prompts_per_step
-    generation = config.generation
-    sampled = rollout_shapes(P, generation.group_size, prompt_length, generation.max_new_tokens)
-    number_P = jax.ShapeDtypeStruct((P,), np.int32)
-    return sampled._replace(row_P=number_P, update_P=number_P)
+def _judged(held_out: Any) -> float | None:
+    """A held-out reward by which a checkpoint may be the best; None where there is none."""
+    return None if held_out is None or not np.isfinite(held_out) else float(held_out)
 
 
 def _iterate(run: _Run, state: RunState) -> None:
@@ -254,7 +267,10 @@ def _iterate(run: _Run, state: RunState) -> None:
                 metrics |= evaluated(run, state, show)
             run.files.log(metrics, completions=config.log_completions)
             if last or iteration % config.save_every == 0:
-                run.save(state)
+                held_out = _judged(metrics.get("held_out"))
+                run.saver.save(state, run.record(), held_out, wait=last)
+            else:
+                run.saver.look(state, run.record())
             shown = {name: metrics[name] for name in SHOWN if name in metrics}
             shown["tokens_per_second"] = tokens_per_second(metrics)
             show(iteration, **shown)
@@ -311,7 +327,7 @@ def _summary(config: TrainConfig, rows: list[dict], seconds: float) -> dict:
         "steps": config.steps,
         "seconds": round(seconds, 1),
         "sampled_tokens": sum(row.get("tokens", 0) for row in rows),
-        "task": config.task,
+        "task": config.task_name,
         "model": config.model,
         "objective": config.objective,
         "seed": config.seed,
@@ -319,30 +335,48 @@ def _summary(config: TrainConfig, rows: list[dict], seconds: float) -> dict:
 
 
 def open_run(
-    run: str | Path, iteration: int | None = None, *, mesh: str | None = None
+    run: str | Path,
+    iteration: int | None = None,
+    *,
+    mesh: str | None = None,
+    changes: Mapping[str, Any] | None = None,
 ) -> LoadedRun:
     """A run's components and the parameters of one of its checkpoints, the newest by default.
 
-    On one device unless `mesh` says otherwise, wherever the run was trained.
+    On one device unless `mesh` says otherwise, wherever the run was trained. `changes` are options
+    of the run that are now others, such as its rows.
     """
     keep_programs()
     one_device = {"mesh": None, "pmap": None, "decode_weights": "gather"}
-    config = dataclasses.replace(load_config(run), **one_device)
-    with on_host(mesh is not None):
-        components = build(config)
-    if mesh is not None:
-        devices = sharded(make_mesh(**mesh_sizes(mesh)), components.model.axes)
-        components = components._replace(devices=devices)
+    config = dataclasses.replace(load_config(run), **one_device, **(changes or {}))
+    components = placed(config, mesh, None if changes else folder.read_data(run))
     path = Path(run) / "checkpoints"
     if not path.is_dir():
         raise FileNotFoundError(f"{run} has no checkpoints yet")
     like = with_critic(components.critic, jax.random.key(0), components.params)
     like = components.devices.put("state", like)
     with checkpoint.open_checkpoints(path, keep=None) as checkpoints:
-        params = checkpoint.restore_params(checkpoints, like, iteration)
-        done = checkpoint.iterations(checkpoints)
-    policy = policy_of(components.critic, params)
-    return LoadedRun(config, components, policy, done[-1] if iteration is None else iteration)
+        iteration, params = checkpoint.restore_policy(checkpoints, like, iteration)
+    return LoadedRun(config, components, policy_of(components.critic, params), iteration)
+
+
+def open_model(config: TrainConfig, *, mesh: str | None = None) -> LoadedRun:
+    """A model as it is, before any training, as if it were a run's."""
+    keep_programs()
+    components = placed(config, mesh)
+    return LoadedRun(config, components, components.params, 0)
+
+
+def placed(
+    config: TrainConfig, mesh: str | None, record: Mapping[str, Any] | None = None
+) -> Components:
+    """The components of a configuration, to be used over a mesh if there is one."""
+    with on_host(mesh is not None):
+        components = build(config, record)
+    if mesh is None:
+        return components
+    devices = sharded(make_mesh(**mesh_sizes(mesh)), components.model.axes)
+    return components._replace(devices=devices)
 
 
 def next_folder(root: str | Path, name: str) -> Path:

@@ -125,6 +125,10 @@ class Screen:
         ) as progress:
             yield progress.update
 
+    def tell(self, message: str) -> None:
+        """A sentence on a line of its own; it is no markup, for it may hold brackets."""
+        self.console.print(Text(message), soft_wrap=True)
+
     def summary(self, summary: Mapping[str, Any], path: str | Path) -> None:
         print_summary(summary, path, self.console)
 

@@ -95,17 +95,27 @@ def test_a_resumed_run_has_the_same_bytes(tmp_path):
         assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_tensorboard_has_metrics_and_timings_and_purges_on_resume(tmp_path):
+def test_tensorboard_holds_what_the_lines_hold_after_every_resume(tmp_path):
+    """What a kill kept from it is written anew, and what is cut from the lines is in it no more."""
     with RunFolder(tmp_path) as run:
-        write(run, [1, 2])
-    with RunFolder(tmp_path, resume_step=2):
+        write(run, [1, 2, 3])
+    for path in (tmp_path / "tensorboard").iterdir():
+        path.unlink()  # nothing had been written yet
+    with RunFolder(tmp_path, resume_step=3) as run:
+        write(run, [3])
+    with RunFolder(tmp_path, resume_step=3):
         pass
-    scalars, starts = events(tmp_path)
+    scalars, _ = events(tmp_path)
     assert (1, "reward", pytest.approx(0.1)) in scalars
     assert (2, "time/seconds/update", 1.0) in scalars
     assert (2, "time/tokens_per_second", 12.0) in scalars
     assert "kl" not in {tag for step, tag, _ in scalars if step == 2}  # NaN is no point of a curve
-    assert 2 in starts
+    assert {step for step, _, _ in scalars} == {1, 2}
+    with RunFolder(tmp_path, resume_step=3) as run:
+        write(run, [3])
+    scalars, _ = events(tmp_path)
+    assert sorted(scalars) == sorted(set(scalars)), "no point is there twice"
+    assert {step for step, _, _ in scalars} == {1, 2, 3}
 
 
 def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
