@@ -217,6 +217,10 @@ class Data(NamedTuple):
             raise OptionError("on_bad_row", f"must be one of {ON_BAD_ROW}, got {self.on_bad_row!r}")
         if not (is_number(self.eval_share) and 0 < self.eval_share <= 1):
             raise OptionError("eval_share", f"must be in (0, 1], got {self.eval_share!r}")
+        for name, value in self._asdict().items():
+            text = name not in ("reward", "eval_share", "on_bad_row")
+            if text and not isinstance(value, str | None):
+                raise OptionError(name, f"must be text or None, got {value!r}")
         if isinstance(self.reward, str) or not all(isinstance(one, str) for one in self.reward):
             problem = "must be names of functions, such as ('rewards.py:near',)"
             raise OptionError("reward", f"{problem}, got {self.reward!r}")

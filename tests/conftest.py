@@ -15,6 +15,8 @@ import pytest
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.types import Prompts
 
+from fault_table import fault, pytest_terminal_summary  # noqa: F401  as if they stood here
+
 jax.config.update("jax_disable_most_optimizations", True)
 jax.config.update("jax_enable_compilation_cache", False)  # a run would keep its programs in the user's folder
 

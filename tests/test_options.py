@@ -8,6 +8,7 @@ from grpo_jax import options
 from grpo_jax.options import (
     AdamW,
     Batching,
+    Data,
     Generation,
     OptionError,
     Precision,
@@ -35,6 +36,8 @@ TRUE_OR_FALSE = "must be True or False, got {!r}"
 TYPES = "must be one of ('float32', 'bfloat16', 'float16'), got {!r}"
 
 # Of each tuple's fields: the values that it cannot have, and what is said of them.
+NO_TEXT = (1, True, ("a",))
+TEXT_OR_NONE = "must be text or None, got {!r}"
 WRONG = {
     Sampling: {
         "temperature": (NO_AMOUNT, FINITE),
@@ -69,6 +72,20 @@ WRONG = {
         "workers": (NO_COUNT[1:], AT_LEAST_0),
         "timeout": (NO_AMOUNT[:-1], FINITE),
     },
+    Data: {
+        "data": (NO_TEXT, TEXT_OR_NONE),
+        "reward": (("near", (1,)), "must be names of functions, such as ('rewards.py:near',), got {!r}"),
+        "split": (NO_TEXT, TEXT_OR_NONE),
+        "subset": (NO_TEXT, TEXT_OR_NONE),
+        "eval_data": (NO_TEXT, TEXT_OR_NONE),
+        "eval_split": (NO_TEXT, TEXT_OR_NONE),
+        "eval_share": ((0, -0.1, 1.1, nan, "half", None, True), "must be in (0, 1], got {!r}"),
+        "prompt_column": (NO_TEXT, TEXT_OR_NONE),
+        "prompt_template": (NO_TEXT, TEXT_OR_NONE),
+        "system_prompt": (NO_TEXT, TEXT_OR_NONE),
+        "target_column": (NO_TEXT, TEXT_OR_NONE),
+        "on_bad_row": (("drop", None, True), "must be one of ('raise', 'skip'), got {!r}"),
+    },
     Precision: {
         "params": (("float23", None, 32), TYPES),
         "compute": (("float23", 32), TYPES),
@@ -92,6 +109,7 @@ RIGHT = {
     },
     Batching: {"prompts_per_step": (1,), "prompt_length": (1, None), "length_buckets": (1,), "pack_tokens": (True,)},
     Scoring: {"weights": (None, (0.5, -1), [1.0]), "on_error": ("raise", "skip"), "workers": (0, 1)},
+    Data: {"data": (None, "rows.jsonl"), "reward": ((), ("near", "rewards.py:near"))},
     Precision: {"params": ("bfloat16", "float16"), "compute": (None, "bfloat16"), "moments": ("bfloat16",)},
     AdamW: {
         "learning_rate": (0, 1e-9), "schedule": ("constant", "linear", "cosine"), "lr_warmup": (0,),

@@ -11,11 +11,13 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from grpo_jax import cli
+from grpo_jax.cli.entry import main, parsed
+from grpo_jax.cli.train import narrowed
 from grpo_jax.components import build, stages_of
 from grpo_jax.config import TrainConfig
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.models.hub import config_to_hf
+from grpo_jax.named_options import option_paths
 from grpo_jax.options import OptionError
 from grpo_jax.parallel.memory import memory_for_training
 from grpo_jax.parallel.programs import listed
@@ -98,7 +100,7 @@ def test_defaults_fill_the_slice():
     ],
 )
 def test_the_command_line_has_these_defaults_too(arguments, prompts, mesh):
-    config = cli.narrowed(cli.parsed(["plan", "--model", "qwen2.5-1.5b", *arguments]), PlanConfig)
+    config = narrowed(parsed(["plan", "--model", "qwen2.5-1.5b", *arguments]), PlanConfig)
     assert (config.batching.prompts_per_step, config.mesh) == (prompts, mesh)
 
 
@@ -111,13 +113,13 @@ def test_the_command_line_has_these_defaults_too(arguments, prompts, mesh):
     ],
 )
 def test_options_that_do_not_fit_are_an_error_of_the_command(options, message, capsys):
-    assert cli.main(["plan", "--model", "smollm2-135m", *options]) == 2
+    assert main(["plan", "--model", "smollm2-135m", *options]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="libtpu is here")
 def test_without_libtpu_it_says_how_to_get_it(capsys):
-    assert cli.main(["plan", "--topology", "v5e-16", "--model", "smollm2-135m"]) == 2
+    assert main(["plan", "--topology", "v5e-16", "--model", "smollm2-135m"]) == 2
     assert "pip install -r requirements-tpu.txt" in capsys.readouterr().err
 
 
@@ -350,7 +352,7 @@ def test_advice_names_options_of_the_command():
     """Every flag of an advice is one that the command takes."""
     too_large = [program(temp=200), program("sampler", 14, 2), program("evaluation", 1, 16), program("logp", 18)]
     told = suggestions(planned(*too_large, remat="none", mesh="data=2,fsdp=8"))
-    known = {f"--{name.replace('_', '-')}" for name in cli.option_paths(PlanConfig)}
+    known = {f"--{name.replace('_', '-')}" for name in option_paths(PlanConfig)}
     assert len(told) > 8
     assert {advice.split()[0].rstrip(":") for advice in told} <= known
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import pytest
-from grpo_jax import cli
+from grpo_jax.cli.entry import main
 from grpo_jax.models import DecoderConfig, decoder
 from grpo_jax.models.hub import config_to_hf
 from grpo_jax.models.kernels.fused import AXES
@@ -50,7 +50,7 @@ def test_a_small_model_for_four_chips(folder, capsys, optimized):
         "--max-new-tokens", "16", "--remat", "layer", "--objective-args", "beta=0.1", "--length-buckets", "1",
         "--no-pack-tokens", "--no-drop-zero-variance", "--json",
     ]  # fmt: skip
-    assert cli.main(["plan", *options]) == 0
+    assert main(["plan", *options]) == 0
     told = json.loads(capsys.readouterr().out)
     assert told["fits"]
     assert told["chips"] == 4

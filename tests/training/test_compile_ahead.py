@@ -141,7 +141,8 @@ def test_a_run_compiles_ahead_and_says_so(tmp_path):
         shutil.rmtree(tmp_path / "ahead" / "checkpoints" / "3")
         before = (tmp_path / "ahead" / "metrics.jsonl").read_bytes()
         # Its evaluation has a shape of its own, that nothing has compiled.
-        assert go(dataclasses.replace(config, eval_batch_size=2), resume=True) == {}
+        other = dataclasses.replace(config, eval_batch_size=2)
+        assert go(other, resume=True, overrides=("eval_batch_size",)) == {}
         assert "5 programs compiled ahead" in written.getvalue(), "those of its own objective, and the evaluation"
         assert (tmp_path / "ahead" / "metrics.jsonl").read_bytes() == before
         late = dataclasses.replace(config, compile_ahead=False, out=str(tmp_path / "late"))
