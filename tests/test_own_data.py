@@ -182,3 +182,13 @@ def test_texts_as_completions():
 )
 def test_seconds_in_a_unit(seconds, text):
     assert told_time(seconds) == text
+
+
+def test_a_run_that_cannot_begin_leaves_nothing_behind(tmp_path, monkeypatch, capfd):
+    """Neither its folder nor the one above it, and no word of a program that missed them."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--data", "nothere.jsonl", "--reward", "exact_reward", "--out", "some/where/run"]) == 2
+    assert list(tmp_path.iterdir()) == []
+    told = capfd.readouterr().err
+    assert "nothere.jsonl" in told
+    assert "Traceback" not in told

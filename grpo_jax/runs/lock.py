@@ -42,6 +42,7 @@ class Claim:
 
     def __init__(self, path: str | Path, *, make: bool):
         self.path = Path(path)
+        self._parents = [folder for folder in self.path.parents if not folder.exists()]
         self.made = make and _made(self.path)
         if not self.path.is_dir():
             raise FileNotFoundError(f"no run to resume at {self.path}")
@@ -83,10 +84,14 @@ class Claim:
         os.close(self._file)
 
     def remove(self) -> None:
-        """Removes the folder where the claim made it: the run has come to nothing."""
+        """Removes the folders that the claim made: the run has come to nothing."""
         self.release()
-        if self.made:
-            shutil.rmtree(self.path, ignore_errors=True)
+        if not self.made:
+            return
+        shutil.rmtree(self.path, ignore_errors=True)
+        with contextlib.suppress(OSError):  # others may have put something there
+            for folder in self._parents:
+                folder.rmdir()
 
 
 def _made(path: Path) -> bool:

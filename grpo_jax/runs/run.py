@@ -101,10 +101,12 @@ def _train(
 ) -> dict:
     """The run in a folder that is held."""
     out = Path(config.out)
+    # What is wrong with a new run is told before anything is written.
+    components = None if resume else build(config)
     with _checkpoints(config) as checkpoints:
-        if resume:
+        if components is None:
             check_resumable(config, checkpoints, overrides, screen.tell)
-        components = build(config, folder.read_data(out) if resume else None)
+            components = build(config, folder.read_data(out))
         stages = stages_of(config, components)
         _tell_devices(components, screen)
         start = None
