@@ -81,7 +81,7 @@ def table(curves: dict[str, Curve]) -> Table:
     for step in SHOWN:
         out.add_column(f"step {step}", justify="right")
     out.add_column("final", justify="right")
-    out.add_column("groups without signal", justify="right")
+    out.add_column("zero-variance groups", justify="right")
     for name, curve in curves.items():
         values = [curve.p_right[step - 1] for step in SHOWN] + [curve.p_right[-1]]
         silent = f"{sum(curve.silent)} of {len(curve.silent)}"
@@ -111,7 +111,7 @@ def draw(curves: dict[str, Curve], path: Path) -> None:
     shares = [np.mean(curve.silent) for curve in curves.values()]
     bars = right.barh(range(len(curves)), shares, color=colours[: len(curves)])
     right.bar_label(bars, [f"{share:.0%}" for share in shares], padding=4)
-    right.set(xlim=(0, 1.15), xlabel="share of groups", title="Groups without signal")
+    right.set(xlim=(0, 1.15), xlabel="share of groups", title="Zero-variance groups")
     right.set_yticks(range(len(curves)), list(curves))
     right.invert_yaxis()
     for axes in (left, right):

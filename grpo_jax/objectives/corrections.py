@@ -283,7 +283,7 @@ def top_entropy(objective: Objective, *, fraction: float = 0.2) -> Objective:
 
 
 def drop_constant_groups(objective: Objective) -> Objective:
-    """Leaves out groups without signal, denominators included. Yu et al. 2025 (DAPO, 2503.14476),
+    """Leaves out zero-variance groups, denominators included. Yu et al. 2025 (DAPO, 2503.14476),
     eq. 8.
     """
     check_is_objective(objective, "drop_constant_groups")

@@ -15,12 +15,12 @@ PANELS = (
     ("held_out", "Held-out accuracy", "share of questions"),
     ("kl", "KL to the reference", "nats per token"),
     ("length", "Completion length", "tokens"),
-    ("frac_zero_variance", "Groups without signal", "share of groups"),
+    ("frac_zero_variance", "Zero-variance groups", "share of groups"),
 )
 
 
 def plot_curves(metrics_rows: Sequence[Mapping[str, Any]], path: str | Path) -> None:
-    """One picture of a run: reward, held-out accuracy, KL, length, groups without signal, each
+    """One picture of a run: reward, held-out accuracy, KL, length, zero-variance groups, each
     against the step.
     """
     plot_runs({"": metrics_rows}, path)

@@ -238,7 +238,7 @@ def test_rounding_does_not_overflow():
 
 
 def test_an_infinite_reward_is_no_zero():
-    """1e39 is infinite in float32: what follows must not look like a group without signal."""
+    """1e39 is infinite in float32: what follows must not look like a zero-variance group."""
     rewards = jnp.array([jnp.inf, 0.0, 0.0, 1.0])
     assert has_signal(rewards)
     assert np.any(np.isnan(standardize(rewards)))

@@ -21,7 +21,7 @@ def panels(figure):
 def test_panels_are_drawn_and_labelled():
     axes = panels(figure_of({"": ROWS}))
     assert set(axes) == {
-        "Reward", "Held-out accuracy", "KL to the reference", "Completion length", "Groups without signal",
+        "Reward", "Held-out accuracy", "KL to the reference", "Completion length", "Zero-variance groups",
     }  # fmt: skip
     assert all(ax.get_xlabel() == "step" and ax.get_ylabel() for ax in axes.values())
     assert axes["Held-out accuracy"].lines[0].get_xydata().tolist() == [[5, 0.5], [30, 0.5]]
