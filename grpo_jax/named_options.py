@@ -3,7 +3,6 @@
 `--top-k` is `config.generation.sampling.top_k`; NAME=VALUE is a keyword argument of a function.
 """
 
-import difflib
 import inspect
 import json
 import math
@@ -12,7 +11,7 @@ from functools import cache
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
-from grpo_jax.options import OptionError
+from grpo_jax.options import OptionError, did_you_mean
 
 
 @cache
@@ -101,8 +100,7 @@ def flag(name: str) -> str:
 def choose(name: str, value: str, known: Mapping | tuple) -> None:
     """Raises an `OptionError` with the nearest known name, and all of them."""
     if value not in known:
-        near = difflib.get_close_matches(str(value), list(known), 1)
-        hint = f"; did you mean {near[0]!r}?" if near else "."
+        hint = did_you_mean(str(value), known) or "."
         raise OptionError(name, f"{value!r} is not known{hint} Known: {', '.join(known)}")
 
 
@@ -117,8 +115,7 @@ def keyword_arguments(function: Callable, pairs: tuple[str, ...], option: str) -
     for pair in pairs:
         name, value = named_value(option, pair)
         if name not in known:
-            near = difflib.get_close_matches(name, list(known), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else "."
+            hint = did_you_mean(name, known) or "."
             takes = f"It takes: {', '.join(known)}"
             raise OptionError(option, f"{function.__name__} takes no {name!r}{hint} {takes}")
         if isinstance(value, str) and isinstance(known[name].default, int | float):

@@ -8,8 +8,9 @@ Left out on purpose: what an objective, a task or an optimiser takes; those are 
 options are bound with `functools.partial`.
 """
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 ON_ERROR = ("raise", "skip")
@@ -319,6 +320,12 @@ def check_cuts(generation: Generation, update: Update, batching: Batching, parts
         raise OptionError(
             "group_microbatches", f"must divide {whole_group}, got {update.group_microbatches}"
         )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'NEAREST'?"`, or nothing where no known name is near."""
+    near = difflib.get_close_matches(name, list(known), 1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def whole(name: str, value: Any, least: int, *, or_none: bool = False) -> None:

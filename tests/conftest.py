@@ -30,6 +30,9 @@ TINY = DecoderConfig(
     head_dim=8,
 )
 
+SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+SETTINGS = {"model_type": "llama"} | {name: getattr(TINY, name) for name in SIZES}  # the least that a config.json holds
+
 
 @pytest.fixture(scope="session")
 def tiny_model():

@@ -50,11 +50,12 @@ def dry_run(config: TrainConfig) -> None:
     model = model_of(config, tokenizer)
     rows = first_rows(config, task)
     show_rows(console, config, task, rows)
-    for row in rows:
-        show_prompt(console, tokenizer, task, row)
+    prompts = [tokenizer.render(task.prompt(row)) for row in rows]
+    for ids in prompts:
+        show_prompt(console, tokenizer, ids)
     show_lengths(console, config, model, lengths_of(task, tokenizer))
     show_rewards(console, config, task, tokenizer, rows)
-    show_cost(console, config, model, task, tokenizer)
+    show_cost(console, config, model, prompts)
 
 
 def model_of(config: TrainConfig, tokenizer: Tokenizer) -> LanguageModel:
@@ -87,9 +88,8 @@ def show_rows(console: Console, config: TrainConfig, task: Task, rows: Sequence[
 # Prompts.
 
 
-def show_prompt(console: Console, tokenizer: Tokenizer, task: Task, row: Any) -> None:
+def show_prompt(console: Console, tokenizer: Tokenizer, ids: Sequence[int]) -> None:
     """A prompt as the model reads it, with its special tokens."""
-    ids = tokenizer.render(task.prompt(row))
     console.rule(f"a prompt of {len(ids)} tokens", style="dim")
     console.print(Text(rendered(tokenizer, ids)), soft_wrap=True)
 
@@ -209,14 +209,13 @@ def show_rewards(
 
 
 def show_cost(
-    console: Console, config: TrainConfig, model: LanguageModel, task: Task, tokenizer: Tokenizer
+    console: Console, config: TrainConfig, model: LanguageModel, prompts: Sequence[Sequence[int]]
 ) -> None:
     """What a run takes at least, of memory and of time."""
     params = jax.eval_shape(model.init, jax.random.key(0))
     parts, devices = shares(config)
     held = held_in_training(params, parts)
-    prompts = [len(tokenizer.render(task.prompt(row))) for row in first_rows(config, task)]
-    S = config.batching.prompt_length or int(np.mean(prompts))
+    S = config.batching.prompt_length or int(np.mean([len(ids) for ids in prompts]))
     cache = cache_bytes(config, model, params, S) // devices
     entries = sum(x.size for x in jax.tree.leaves(params))
     gigabyte = lambda size: f"{size / 1e9:.3g} GB"

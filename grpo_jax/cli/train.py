@@ -1,7 +1,6 @@
 """grpo-jax train: a new run, or one to continue."""
 
 import dataclasses
-import difflib
 import json
 from functools import partial
 from pathlib import Path
@@ -9,11 +8,9 @@ from typing import Any
 
 from grpo_jax.config import TINY, TrainConfig, load_config, read_config
 from grpo_jax.named_options import flag, from_json, named_value, option, option_paths
-from grpo_jax.options import OptionError
+from grpo_jax.options import OptionError, did_you_mean
 
 RUNS = "runs"
-
-
 # Options that change no number of a run that is resumed.
 ELSEWHERE = ("mesh", "pmap", "decode_weights", "compile_ahead")
 
@@ -109,8 +106,7 @@ def override_names(command: Train) -> tuple[str, ...]:
     known = option_paths(TrainConfig)
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, known)
             raise OptionError("override", f"{name!r} is no option of a run{hint}")
     return tuple(names)
 

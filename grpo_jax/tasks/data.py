@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from grpo_jax import rewards
-from grpo_jax.options import ON_BAD_ROW
+from grpo_jax.options import Data
 from grpo_jax.rewards.scoring import MESSAGES
 from grpo_jax.tasks.layouts import (
     TARGETS,
@@ -32,7 +32,7 @@ from grpo_jax.tasks.task import Message, Row, Task
 from grpo_jax.tasks.user_code import is_reference, load_function, nearest
 
 FIRST_ROWS = 100  # of a file, which tell its columns and its layout
-EVAL_SHARE = 0.05
+EVAL_SHARE = Data().eval_share
 # What a reward may take that is no column: it belongs to a completion.
 OF_COMPLETION = (
     "prompt",
@@ -103,13 +103,11 @@ def load_task(
 
     Raises:
       FileNotFoundError: there is no such file.
+      OptionError: an option is out of its range.
       ValueError: a row cannot be used, a reward or template takes a column that is not there, or
         nothing is held out; the message names the file, and the line or the columns.
     """
-    if on_bad_row not in ON_BAD_ROW:
-        raise ValueError(f"on_bad_row must be one of {ON_BAD_ROW}, got {on_bad_row!r}")
-    if not 0 < eval_share <= 1:
-        raise ValueError(f"eval_share must be in (0, 1], got {eval_share!r}")
+    Data(str(path_or_id), eval_share=eval_share, on_bad_row=on_bad_row).check()
     source = open_source(path_or_id, split, subset)
     first = first_rows(source)
     layout = layout_of(first)

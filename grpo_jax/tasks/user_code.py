@@ -4,7 +4,6 @@ A file is run as a module of its own. It changes neither `sys.path` nor the fold
 so it imports what is installed, and no file beside it.
 """
 
-import difflib
 import hashlib
 import importlib
 import sys
@@ -14,6 +13,8 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from grpo_jax.options import did_you_mean
 
 
 def is_reference(text: str) -> bool:
@@ -50,9 +51,7 @@ def load_function(reference: str) -> Callable[..., Any]:
 def nearest(name: str, known: Any) -> str:
     """`; did you mean 'x'? There are: x, y`, for a message."""
     known = list(known)
-    near = difflib.get_close_matches(name, known, 1)
-    hint = f"; did you mean {near[0]!r}?" if near else ";"
-    return f"{hint} there are: {', '.join(known) or 'none'}"
+    return f"{did_you_mean(name, known) or ';'} there are: {', '.join(known) or 'none'}"
 
 
 def imported(name: str, reference: str) -> ModuleType:

@@ -10,16 +10,10 @@ from grpo_jax.models.families import FAMILIES
 from grpo_jax.models.hf_config import config_from_hf, config_to_hf
 from transformers import LlamaConfig, Qwen2Config
 
+from conftest import SETTINGS
+
 LLAMA3 = ("llama3", 8.0, 1.0, 4.0, 16)
 SCALING = dict(zip(ROPE_SCALINGS["llama3"], LLAMA3[1:], strict=True))
-SETTINGS = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 
 
 def test_absent_keys_have_the_defaults_of_transformers():

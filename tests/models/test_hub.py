@@ -17,6 +17,8 @@ from grpo_jax.options import OptionError, Precision
 from safetensors.numpy import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
+from conftest import SETTINGS
+
 TINY = DecoderConfig(
     vocab_size=61,
     hidden_size=32,
@@ -245,15 +247,6 @@ def test_no_torch_and_no_transformers_are_imported(tmp_path):
 
 
 # --- config.json ---
-
-SETTINGS = {
-    "model_type": "llama",
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
 
 
 def test_a_configuration_that_no_family_has_is_not_written(tmp_path):
